@@ -1,0 +1,280 @@
+"""Every message between the broker and its clients; with the trajectory schema, all that they share.
+
+A request is one msgpack header frame (:class:`Request`) and, for :class:`Put`, one Arrow payload
+frame per group. A reply is one :class:`Reply` frame and, for :class:`Payloads`, one Arrow frame per
+group in the order of ``tickets``. Requests carry a per-sender sequence number that rises by one;
+the broker refuses a gap, answers a repeat from memory, and never uses a pickle.
+
+Source: design note, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from asyncrl.trajectory import GroupMeta
+
+PROTOCOL_VERSION = 1
+
+
+class DropReason(enum.StrEnum):
+    """Why an admitted group was never trained."""
+
+    NO_SIGNAL = "no_signal"
+    DEAD_LETTER = "dead_letter"
+    LAST_BATCH = "last_batch"
+    UNUSABLE = "unusable"
+    STALE = "stale"
+    ABANDONED = "abandoned"
+
+
+class Role(enum.StrEnum):
+    """What a client is to the broker."""
+
+    PRODUCER = "producer"
+    CONSUMER = "consumer"
+    OBSERVER = "observer"
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Leave to sample one group.
+
+    ``prompt`` is text or chat messages (JSON of a list of {role, content}); ``answer`` and ``extra`` (JSON)
+    go to the reward. ``not_before_version`` is the lowest version that may sample any token of it;
+    in lockstep ``exact_version`` is the only one (-1: not in lockstep).
+    """
+
+    ticket: int
+    group_id: str
+    attempt: int
+    prompt_id: str
+    prompt: str
+    is_chat: bool
+    answer: str
+    extra: str
+    seed: int
+    deadline_s: float
+    not_before_version: int
+    exact_version: int = -1
+
+
+class Frontier(msgspec.Struct, frozen=True, kw_only=True):
+    """What is settled for good: every ticket below ``low`` and those listed above it.
+
+    ``steps`` training steps are committed; ``trained`` and ``dropped`` count groups, ``admitted`` their sum.
+    """
+
+    steps: int
+    low: int
+    settled_above: tuple[int, ...]
+    trained: int
+    dropped: dict[str, int]
+
+
+class LagHistogram(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampled tokens by lag in versions, at consumption, in flight and in the queue."""
+
+    consumed: dict[int, int]
+    in_flight: dict[int, int]
+    queued: dict[int, int]
+
+
+class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of the moment. ``admitted = trained + sum(dropped) + in_flight`` holds in each."""
+
+    step: int
+    admitted: int
+    trained: int
+    dropped: dict[str, int]
+    in_flight: int
+    generating: int
+    queued_groups: int
+    queued_bytes: int
+    leased: int
+    reissued: int
+    lag: LagHistogram
+    generator_tokens: int
+    rewards_sum: float
+    rewards_count: int
+    refused: dict[str, int]
+    blocked: str
+    producers: dict[str, int]
+    stopping: bool
+
+
+# requests -----------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First message of a client; a consumer's incarnation fences every older one."""
+
+    role: Role
+    incarnation: int = 0
+
+
+class TicketRequest(msgspec.Struct, frozen=True, kw_only=True, tag="ticket_request"):
+    """Up to ``max_tickets`` tickets for a producer that has committed ``version``; waits up to ``wait_s``."""
+
+    version: int
+    max_tickets: int
+    wait_s: float
+
+
+class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
+    """Finished groups, one payload frame each. Idempotent by (ticket, attempt)."""
+
+    tickets: tuple[tuple[int, int], ...]
+    checksums: tuple[int, ...]
+
+
+class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
+    """A ticket that could not be finished; ``final`` drops it as unusable instead of issuing it again."""
+
+    ticket: int
+    attempt: int
+    reason: str
+    final: bool = False
+
+
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
+    """A producer is alive: its committed version, tokens in flight by version, tokens sampled so far."""
+
+    version: int
+    in_flight: dict[int, int]
+    sampled_tokens: int
+
+
+class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lease_request"):
+    """The batch of training step ``step``; waits up to ``wait_s``. Asking twice returns the same lease."""
+
+    step: int
+    incarnation: int
+    wait_s: float
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Payloads of leased groups."""
+
+    tickets: tuple[int, ...]
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit"):
+    """Training step ``step`` is in the weights. Idempotent by (incarnation, step)."""
+
+    step: int
+    incarnation: int
+
+
+class Return(msgspec.Struct, frozen=True, kw_only=True, tag="return"):
+    """Gives the lease of ``step`` back untrained."""
+
+    step: int
+    incarnation: int
+
+
+class ProducerGone(msgspec.Struct, frozen=True, kw_only=True, tag="producer_gone"):
+    """The supervisor saw this producer die: its tickets are issued again at once."""
+
+    name: str
+
+
+class StatusRequest(msgspec.Struct, frozen=True, kw_only=True, tag="status_request"):
+    """Asks for :class:`QueueStatus`."""
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """No more tickets from now on; with ``exit``, answer and end the broker."""
+
+    exit: bool = False
+
+
+RequestBody = (
+    Hello | TicketRequest | Put | Fail | Heartbeat | LeaseRequest | Fetch | Commit | Return | ProducerGone | StatusRequest | Stop
+)
+
+# replies ------------------------------------------------------------------------------------------
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """The client is known; the next sequence number it must send is 1."""
+
+    protocol: int
+    step: int
+
+
+class Tickets(msgspec.Struct, frozen=True, kw_only=True, tag="tickets"):
+    """Tickets, or none with the reason; ``advance``: in lockstep, no further ticket will ask for this version;
+    ``stopping``: none will come any more."""
+
+    tickets: tuple[Ticket, ...]
+    blocked: str = ""
+    advance: bool = False
+    stopping: bool = False
+
+
+class Outcomes(msgspec.Struct, frozen=True, kw_only=True, tag="outcomes"):
+    """What became of each group put: accepted, duplicate, late, no_signal, or refused: REASON."""
+
+    outcomes: tuple[str, ...]
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
+    """Groups of one training step in training order. Empty with ``blocked`` while not ready; ``ended``: no more will come."""
+
+    step: int
+    groups: tuple[GroupMeta, ...]
+    blocked: str = ""
+    ended: bool = False
+
+
+class Payloads(msgspec.Struct, frozen=True, kw_only=True, tag="payloads"):
+    """Announces one payload frame per ticket."""
+
+    tickets: tuple[int, ...]
+    checksums: tuple[int, ...]
+
+
+class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
+    """The frontier after the commit and the status for the step's metrics; ``status.lag.consumed`` is this step's."""
+
+    frontier: Frontier
+    status: QueueStatus
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
+    """Answers :class:`StatusRequest`."""
+
+    status: QueueStatus
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """Nothing to tell but that it was done."""
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """The request was refused; ``kind`` names the error class of :mod:`asyncrl.errors`."""
+
+    kind: str
+    message: str
+
+
+ReplyBody = Welcome | Tickets | Outcomes | Lease | Payloads | Committed | Status | Done | Refused
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Header frame of a request."""
+
+    protocol: int
+    run_id: str
+    sender: str
+    sequence: int
+    body: RequestBody
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Header frame of a reply to the request with the same sequence number."""
+
+    sequence: int
+    body: ReplyBody
