@@ -1,0 +1,1 @@
+"""The run: places processes with Ray, supervises them, stops them in order."""

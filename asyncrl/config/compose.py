@@ -1,0 +1,118 @@
+"""From the command line to a validated :class:`Config`, by way of Hydra groups under ``configs/``.
+
+The schema is the one source of defaults: it is stored as Hydra's node ``schema``, and the files of a group
+hold only what differs from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from asyncrl.config.effects import check_effects
+from asyncrl.config.names import check_name
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+__all__ = ["compose", "config_folder", "override", "to_yaml"]
+
+
+def compose(overrides: Sequence[str]) -> Config:
+    """Composes and checks a configuration.
+
+    Args:
+        overrides: Hydra overrides such as ``recipe=tiny`` or ``queue.max_staleness=4``.
+
+    Raises:
+        ConfigError: unknown group, choice or option (with the nearest name), a value out of range, or one without effect.
+
+    Example:
+        >>> compose(["recipe=tiny", "queue.max_staleness=4"]).queue.max_staleness
+        4
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    written = _check_overrides(overrides)
+    ConfigStore.instance().store(name="schema", node=Config().model_dump(), package="_global_")
+    try:
+        with initialize_config_dir(str(config_folder()), version_base="1.3"):
+            composed = hydra_compose("config", overrides=list(overrides))
+        values = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"the options do not compose: {str(error).splitlines()[0]}") from error
+    config = validate(values)
+    check_effects(config, written)
+    return config
+
+
+def override(config: Config, overrides: Sequence[str]) -> Config:
+    """A configuration with some options replaced; groups are not composed again.
+
+    Raises:
+        ConfigError: as for :func:`compose`.
+    """
+    from omegaconf import OmegaConf
+
+    for text in overrides:
+        check_name(text.partition("=")[0])
+    values = OmegaConf.to_container(OmegaConf.merge(config.model_dump(), OmegaConf.from_dotlist(list(overrides))))
+    changed = validate(values)
+    check_effects(changed, [text.partition("=")[0] for text in overrides])
+    return changed
+
+
+def validate(values: Any) -> Config:
+    """Checks types and ranges.
+
+    Raises:
+        ConfigError: one line for each option that is wrong: name, rule, value met.
+    """
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        lines = [
+            f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'][:1].lower()}{item['msg'][1:]}; met {item['input']!r}"
+            for item in error.errors()
+        ]
+        raise ConfigError("; ".join(lines)) from error
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
+
+
+def config_folder() -> Path:
+    """Where the Hydra groups lie: in the installed package, or in the checkout beside it."""
+    here = Path(__file__).resolve().parent.parent
+    for folder in (here / "_configs", here.parent / "configs"):
+        if (folder / "config.yaml").is_file():
+            return folder
+    raise ConfigError(f"the configs folder is missing beside {here}; install asyncrl again")
+
+
+def _check_overrides(overrides: Sequence[str]) -> list[str]:
+    """Checks names before Hydra does, for its errors do not name the nearest; returns the options written."""
+    folder, written = config_folder(), []
+    groups = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folder.iterdir() if p.is_dir()}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals or name[:1] in "+~" or "@" in name:
+            raise ConfigError(f"an option is written name=value; met {text!r}")
+        if name in groups:
+            if value not in groups[name]:
+                raise ConfigError(f"{name} is one of {', '.join(c for c in groups[name] if c != 'none')}; met {value!r}")
+        else:
+            check_name(name)
+            written.append(name)
+    return written
