@@ -33,6 +33,14 @@ def compose(overrides: Sequence[str]) -> Config:
         >>> compose(["recipe=tiny", "queue.max_staleness=4"]).queue.max_staleness
         4
     """
+    written, chosen = _check_overrides(overrides)
+    config = validate(_merge(overrides, chosen))
+    check_effects(config, written)
+    return config
+
+
+def _merge(overrides: Sequence[str], chosen: dict[str, str]) -> Any:
+    """Schema, then groups, then the recipe, then the groups that the user named, then single options."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -40,17 +48,23 @@ def compose(overrides: Sequence[str]) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    written = _check_overrides(overrides)
     ConfigStore.instance().store(name="schema", node=Config().model_dump(), package="_global_")
     try:
         with initialize_config_dir(str(config_folder()), version_base="1.3"):
             composed = hydra_compose("config", overrides=list(overrides))
-        values = OmegaConf.to_container(composed, resolve=True)
+            named = [_group_file(group, choice) for group, choice in chosen.items() if group != "recipe"]
+            single = OmegaConf.from_dotlist([text for text in overrides if text.partition("=")[0] not in chosen])
+            return OmegaConf.to_container(OmegaConf.merge(composed, *named, single), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the options do not compose: {str(error).splitlines()[0]}") from error
-    config = validate(values)
-    check_effects(config, written)
-    return config
+
+
+def _group_file(group: str, choice: str) -> Any:
+    from omegaconf import OmegaConf
+
+    file = config_folder() / group / f"{choice}.yaml"
+    body = OmegaConf.load(file)
+    return body if file.read_text().startswith("# @package _global_") else OmegaConf.create({group: body})
 
 
 def override(config: Config, overrides: Sequence[str]) -> Config:
@@ -101,9 +115,11 @@ def config_folder() -> Path:
     raise ConfigError(f"the configs folder is missing beside {here}; install asyncrl again")
 
 
-def _check_overrides(overrides: Sequence[str]) -> list[str]:
-    """Checks names before Hydra does, for its errors do not name the nearest; returns the options written."""
-    folder, written = config_folder(), []
+def _check_overrides(overrides: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Checks names before Hydra does, for its errors do not name the nearest; returns options written and groups chosen."""
+    folder = config_folder()
+    written: list[str] = []
+    chosen: dict[str, str] = {}
     groups = {p.name: sorted(f.stem for f in p.glob("*.yaml")) for p in folder.iterdir() if p.is_dir()}
     for text in overrides:
         name, equals, value = text.partition("=")
@@ -112,7 +128,8 @@ def _check_overrides(overrides: Sequence[str]) -> list[str]:
         if name in groups:
             if value not in groups[name]:
                 raise ConfigError(f"{name} is one of {', '.join(c for c in groups[name] if c != 'none')}; met {value!r}")
+            chosen[name] = value
         else:
             check_name(name)
             written.append(name)
-    return written
+    return written, chosen
