@@ -1,0 +1,119 @@
+"""Everything that can be checked before a process starts: liveness, devices, ports, lengths, the batch.
+
+Shapes and ranges of single options were checked when they were read; here are the rules between them
+and this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.queue.settings import check_liveness
+
+__all__ = ["check_config", "check_model", "device_of", "num_gpus"]
+
+
+def check_config(config: Config) -> None:
+    """Rules between options, and between options and this machine.
+
+    Raises:
+        ConfigError: the rule, the values met, the fix.
+    """
+    check_liveness(config)
+    _check_batch(config)
+    _check_devices(config)
+    _check_ports(config)
+    _check_interpreter(config)
+    _check_prompt_file(config)
+
+
+def check_model(config: Config, model_dir: Path) -> None:
+    """Rules between the lengths asked for and the model's own limit.
+
+    Raises:
+        ConfigError: a response or context longer than the model's positions.
+    """
+    description: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
+    limit = int(description.get("max_position_embeddings", 0))
+    length = config.generator.max_model_len or limit
+    if limit and length > limit:
+        raise ConfigError(f"generator.max_model_len={length} exceeds the model's {limit} positions: lower it, or set 0")
+    if config.generator.max_new_tokens >= length > 0:
+        raise ConfigError(
+            f"generator.max_new_tokens={config.generator.max_new_tokens} leaves no room for a prompt within {length} tokens: lower it"
+        )
+
+
+def device_of(wanted: str) -> str:
+    """``cpu`` or ``cuda`` for a device option."""
+    return wanted if wanted != "auto" else ("cuda" if num_gpus() else "cpu")
+
+
+def num_gpus() -> int:
+    """NVIDIA GPUs that this machine shows, without loading torch."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return 0
+    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def _check_batch(config: Config) -> None:
+    algorithm = config.algorithm
+    if algorithm.group_size == 1:
+        raise ConfigError("algorithm.group_size=1 gives every trajectory advantage 0: use at least 2")
+    if algorithm.mini_batches > algorithm.groups_per_step:
+        raise ConfigError(
+            f"algorithm.mini_batches={algorithm.mini_batches} exceeds algorithm.groups_per_step={algorithm.groups_per_step}: "
+            "a mini-batch holds at least one group"
+        )
+    longest = config.generator.max_new_tokens + 1
+    if config.learner.micro_batch_tokens < longest:
+        raise ConfigError(
+            f"learner.micro_batch_tokens={config.learner.micro_batch_tokens} is less than one response with one prompt token ({longest})"
+        )
+
+
+def _check_devices(config: Config) -> None:
+    here = num_gpus()
+    shares = {
+        "generator": (device_of(config.generator.device), config.generator.replicas * config.generator.num_gpus),
+        "learner": (device_of(config.learner.device), config.learner.ranks * config.learner.num_gpus),
+    }
+    asked = sum(share for device, share in shares.values() if device == "cuda")
+    if asked and not here:
+        names = " and ".join(f"{name}.device" for name, (device, _) in shares.items() if device == "cuda")
+        raise ConfigError(f"{names} is cuda, but this machine shows no NVIDIA GPU: set cpu or auto")
+    if not config.launch.ray_address and asked > here:
+        raise ConfigError(f"{asked:g} GPUs are asked for and {here} are here: lower generator.num_gpus, learner.num_gpus, replicas or ranks")
+
+
+def _check_ports(config: Config) -> None:
+    if config.queue.transport != "tcp" or config.queue.port == 0:
+        return
+    for port in (config.queue.port, config.queue.port + 1):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise ConfigError(f"queue.port: {port} is not free ({error.strerror}): choose another, or 0") from error
+
+
+def _check_interpreter(config: Config) -> None:
+    python = config.generator.python
+    if python and not os.access(python, os.X_OK):
+        raise ConfigError(f"generator.python={python} is not an executable file")
+
+
+def _check_prompt_file(config: Config) -> None:
+    if config.task.name in ("jsonl", "parquet") and not Path(config.task.path).is_file():
+        raise ConfigError(f"task.path={config.task.path!r} is not a file: task.name={config.task.name} reads its prompts there")

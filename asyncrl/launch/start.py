@@ -1,0 +1,98 @@
+"""Makes a run directory ready for a start: a fresh run, or the next incarnation of an old one."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import time
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.config.run_dir import RunDir, RunFacts
+from asyncrl.errors import ConfigError, DataError
+from asyncrl.launch.guardian import scratch_folder
+from asyncrl.launch.models import prepare_model
+from asyncrl.launch.preflight import check_config, check_model, device_of
+
+__all__ = ["model_cache", "prepare_resume", "prepare_run"]
+
+
+def prepare_run(config: Config) -> RunDir:
+    """Checks a configuration and lays out a new run directory.
+
+    Raises:
+        ConfigError: a setting that cannot work, or a run directory that is in use.
+    """
+    check_config(config)
+    model_dir = prepare_model(config.model, model_cache())
+    check_model(config, model_dir)
+    path = Path(config.run_dir or f"runs/{config.recipe or 'run'}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    run_dir = RunDir(path)
+    if run_dir.facts_file.exists():
+        raise ConfigError(f"run_dir={path} holds a run already: continue it with `asyncrl resume {path}`, or name another")
+    for folder in (run_dir.path, run_dir.logs, run_dir.checkpoints):
+        folder.mkdir(parents=True, exist_ok=True)
+    run_dir.write_config(config.model_copy(update={"run_dir": str(path)}))
+    run_dir.write_facts(_facts(config, secrets.token_hex(4), 0, model_dir, None))
+    return run_dir
+
+
+def prepare_resume(run_dir: RunDir, config: Config) -> RunDir:
+    """Opens the next incarnation of a run from its newest checkpoint, or from the start when it has none.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+        DataError: not a run directory, or its processes still live.
+    """
+    old = run_dir.read_facts()
+    _check_not_alive(run_dir)
+    check_config(config)
+    checkpoint = run_dir.latest_checkpoint()
+    model_dir = prepare_model(config.model, model_cache())
+    run_dir.write_config(config)
+    run_dir.write_facts(_facts(config, old.run_id, old.incarnation + 1, model_dir, checkpoint))
+    return run_dir
+
+
+def model_cache() -> Path:
+    """Folder of the built-in models that were made ready here."""
+    return Path(os.environ.get("ASYNCRL_CACHE", Path.home() / ".cache" / "asyncrl")) / "models"
+
+
+def _facts(config: Config, run_id: str, incarnation: int, model_dir: Path, checkpoint: Path | None) -> RunFacts:
+    scratch = scratch_folder(run_id)
+    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if config.queue.transport == "tcp":
+        port = config.queue.port or _free_port()
+        ends = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{config.queue.port + 1 if config.queue.port else _free_port()}")
+    else:
+        ends = (f"ipc://{scratch}/queue", f"ipc://{scratch}/sync")
+    return RunFacts(
+        run_id=run_id,
+        incarnation=incarnation,
+        queue_endpoint=ends[0],
+        sync_endpoint=ends[1],
+        rendezvous=f"tcp://127.0.0.1:{_free_port()}",
+        model_dir=str(model_dir),
+        generator_device=device_of(config.generator.device),
+        learner_device=device_of(config.learner.device),
+        checkpoint=str(checkpoint or ""),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_not_alive(run_dir: RunDir) -> None:
+    file = run_dir.path / "ray.json"
+    if not file.exists():
+        return
+    pid = int(json.loads(file.read_text())["pid"])
+    command = Path(f"/proc/{pid}/cmdline")
+    if command.exists() and b"asyncrl.launch.guardian" in command.read_bytes():
+        raise DataError(f"{run_dir.path} still runs (guardian pid {pid}): stop it first")
