@@ -61,7 +61,9 @@ class PromptSource(Protocol):
 class Reward(Protocol):
     """Scores one response. Called in a thread, with a time limit set by the caller."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Registered name, or ``module:function``."""
 
     def score(self, prompt: Prompt, response: str) -> tuple[float, dict[str, float]]:
         """Reward and its named parts.
