@@ -1,0 +1,164 @@
+"""The driver: starts a prepared run, watches it, ends it in order.
+
+    guardian (Ray head) → queue → learner ranks and generators → watch → stop: generators, learner, queue → guardian
+
+Consumes launcher states, queue status and metrics; produces the live view and summary.json. It waits for the
+learner to finish; a generator that dies is started again, any other death ends the run with a message that
+names it. No wait is without a deadline: a run whose steps stop for ``launch.stall_timeout_s`` ends, and says
+which gate was shut.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+from asyncrl.config.run_dir import RunDir
+from asyncrl.errors import AsyncRLError, ProcessDied
+from asyncrl.launch import processes
+from asyncrl.launch.evaluation import evaluate_ends
+from asyncrl.launch.head import Head
+from asyncrl.launch.summary import write_summary
+from asyncrl.launch.supervisor import Exit, ProcessSpec, Supervisor
+from asyncrl.launch.watch import Watch
+from asyncrl.monitor.live import LiveView
+from asyncrl.queue.client import Observer
+from asyncrl.queue.messages import QueueStatus
+
+__all__ = ["Driver"]
+
+POLL_S = 0.25
+QUEUE_START_S = 60.0
+
+
+class Driver:
+    """Runs one incarnation of a run to its end.
+
+    Args:
+        run_dir: prepared by :mod:`asyncrl.launch.start`.
+
+    Example:
+        ``Driver(prepare_run(compose(["recipe=tiny"]))).run()`` returns the exit code.
+    """
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._config = run_dir.read_config()
+        self._facts = run_dir.read_facts()
+        self._view = LiveView(self._config.monitor.live, self._config.launch.steps)
+        self._signal = 0
+        self._restarts: Counter[str] = Counter()
+        self._status: QueueStatus | None = None
+        self._started_s = time.monotonic()
+        self._specs: dict[str, ProcessSpec] = {}
+
+    def run(self) -> int:
+        """Starts, watches, stops. Returns 0 when the run finished, 128 + signal when asked to stop, 1 when it failed."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        self._view.say(f"run directory {self._run_dir.path}")
+        evaluations: dict[str, float] = {}
+        try:
+            with Head(self._run_dir, self._facts.run_id) as head:
+                supervisor = Supervisor(head.ray, self._facts.run_id, self._run_dir.logs, self._config.launch.stop_grace_s)
+                try:
+                    outcome, message = self._supervised(supervisor)
+                    if outcome == "finished":
+                        evaluations = self._evaluate(supervisor)
+                finally:
+                    supervisor.kill_all()
+        except AsyncRLError as error:
+            outcome, message = "failed", str(error)
+        return self._finish(outcome, message, evaluations)
+
+    def _supervised(self, supervisor: Supervisor) -> tuple[str, str]:
+        observer: Observer | None = None
+        try:
+            supervisor.start(processes.queue(self._run_dir))
+            observer = Observer(self._facts.queue_endpoint, self._facts.run_id, "driver", timeout_s=QUEUE_START_S)
+            specs = processes.learners(self._run_dir, self._config, self._facts)
+            specs += processes.generators(self._run_dir, self._config, self._facts)
+            for spec in specs:
+                self._specs[spec.name] = spec
+                supervisor.start(spec)
+            self._view.update(f"starting {', '.join(self._specs)}", None, None)
+            return self._watch(supervisor, observer)
+        except ProcessDied as error:
+            return "failed", str(error)
+        finally:
+            self._stop(supervisor, observer)
+            if observer is not None:
+                observer.close()
+
+    def _watch(self, supervisor: Supervisor, observer: Observer) -> tuple[str, str]:
+        watch = Watch(self._run_dir, self._config, self._started_s)
+        while not self._signal:
+            for exit_ in supervisor.poll():
+                if exit_.name.startswith("learner") and exit_.code == 0:
+                    continue
+                self._on_exit(exit_, supervisor, observer)
+            self._status = watch.observe(observer, supervisor) or self._status
+            self._view.update("starting", watch.metrics, self._status)
+            if not any(name.startswith("learner") for name in supervisor.running):
+                return "finished", watch.ending()
+            over = watch.over(self._status)
+            if over:
+                return over
+            time.sleep(POLL_S)
+        return "stopped", f"asked to stop by {signal.Signals(self._signal).name}"
+
+    def _on_exit(self, exit_: Exit, supervisor: Supervisor, observer: Observer) -> None:
+        text = f"{exit_.name} died ({exit_.reason}); its last line: {exit_.last_line or 'none'}"
+        if not exit_.name.startswith("generator"):
+            raise ProcessDied(text, process=exit_.name)
+        self._restarts[exit_.name] += 1
+        if self._restarts[exit_.name] > self._config.launch.max_restarts:
+            raise ProcessDied(f"{text}; it was restarted {self._config.launch.max_restarts} times", process=exit_.name)
+        self._view.say(f"{text}; starting it again, its tickets are issued again")
+        observer.producer_gone(exit_.name)
+        supervisor.start(self._specs[exit_.name])
+
+    def _stop(self, supervisor: Supervisor, observer: Observer | None) -> None:
+        """From source to sink: no more tickets, generators end, the learner checkpoints and ends, the queue last."""
+        if observer is None or "queue" not in supervisor.running:
+            return
+        try:
+            observer.stop()
+            workers = [name for name in supervisor.running if name != "queue"]
+            supervisor.terminate(workers)
+            supervisor.wait(workers, self._config.launch.stop_grace_s)
+            self._status = observer.status()
+            observer.stop(exit=True)
+            supervisor.wait(["queue"], 2.0)
+        except AsyncRLError as error:
+            self._view.say(f"the orderly stop was cut short: {error}")
+
+    def _evaluate(self, supervisor: Supervisor) -> dict[str, float]:
+        if not (self._config.task.eval_size and self._config.launch.export):
+            return {}
+        self._view.update(f"scoring {self._config.task.eval_size} held-out prompts before and after", None, None)
+        return evaluate_ends(supervisor, self._run_dir, self._config, self._facts, lambda: bool(self._signal))
+
+    def _finish(self, outcome: str, message: str, evaluations: dict[str, float]) -> int:
+        facts: dict[str, Any] = {
+            "status": outcome,
+            "message": message,
+            "incarnation": self._facts.incarnation,
+            "wall_s": round(time.monotonic() - self._started_s, 3),
+            "restarts": dict(self._restarts),
+            **evaluations,
+        }
+        summary = write_summary(self._run_dir, self._config, self._status, **facts)
+        self._view.close()
+        self._view.say(f"{outcome} after {summary['steps']} steps in {summary['wall_s']:.0f} s: {message}")
+        for name, value in evaluations.items():
+            self._view.say(f"{name} {value:.3f}")
+        if outcome != "finished":
+            self._view.say(f"continue with: asyncrl resume {self._run_dir.path}")
+        return {"finished": 0, "stopped": 128 + self._signal}.get(outcome, 1)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
