@@ -190,9 +190,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     exit: bool = False
 
 
-RequestBody = (
-    Hello | TicketRequest | Put | Fail | Heartbeat | LeaseRequest | Fetch | Commit | Return | ProducerGone | StatusRequest | Stop
-)
+RequestBody = Hello | TicketRequest | Put | Fail | Heartbeat | LeaseRequest | Fetch | Commit | Return | ProducerGone | StatusRequest | Stop
 
 # replies ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,145 @@
+"""What the queue's clients share: socket settings, deadlines, and the blocking request.
+
+Consumes replies, produces numbered requests; waits for the broker alone, no longer than ``queue.dead_after_s``
+beyond the ``wait_s`` that the request itself asks for, and then raises PeerTimeout naming the endpoint.
+A request that got no answer is sent again under its number, and the broker answers a repeat from memory.
+
+Source: design note, section 4; faults B51, B56.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import zmq
+
+from asyncrl.config import Config
+from asyncrl.config.run_dir import RunFacts
+from asyncrl.errors import AsyncRLError, PeerTimeout, SchemaError
+from asyncrl.queue.messages import Hello, Refused, RequestBody, Role, Welcome
+from asyncrl.queue.wire import Dialogue
+
+__all__ = ["FULL_PAUSE_S", "START_TIMEOUT_S", "BlockingClient", "dialogue_for", "expect", "no_answer", "open_socket"]
+
+START_TIMEOUT_S = 120.0
+FULL_PAUSE_S = 0.02
+SEND_HWM = 64
+
+R = TypeVar("R")
+
+
+def dialogue_for(config: Config, facts: RunFacts, name: str) -> Dialogue:
+    """The conversation of ``name`` with the broker of this run."""
+    return Dialogue(endpoint=facts.queue_endpoint, run_id=facts.run_id, sender=name, max_message_bytes=config.queue.max_message_mib << 20)
+
+
+def open_socket(socket: zmq.Socket[Any], dialogue: Dialogue) -> None:
+    """Sets identity, limits and linger, and connects.
+
+    Every request is acknowledged, so nothing needs to linger when a client closes.
+    """
+    # the identity is that of this process's life, so that a second process under the same name is told apart
+    socket.setsockopt(zmq.IDENTITY, f"{dialogue.sender}.{uuid.uuid4().hex}".encode())
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, SEND_HWM)
+    socket.setsockopt(zmq.RCVHWM, SEND_HWM)
+    socket.setsockopt(zmq.MAXMSGSIZE, dialogue.max_message_bytes)
+    socket.connect(dialogue.endpoint)
+
+
+def no_answer(dialogue: Dialogue, body: RequestBody, waited_s: float) -> PeerTimeout:
+    """The error of a request whose deadline passed."""
+    return PeerTimeout(
+        f"the queue at {dialogue.endpoint} answers within {waited_s:.1f} s; {type(body).__name__} of {dialogue.sender} got no "
+        "answer: look at the queue's log",
+        endpoint=dialogue.endpoint,
+        sender=dialogue.sender,
+    )
+
+
+def expect(kind: type[R], body: Any, dialogue: Dialogue) -> R:
+    """The reply, if it is of the right kind; SchemaError otherwise."""
+    if isinstance(body, kind):
+        return body
+    raise SchemaError(f"{dialogue.endpoint} answers with {kind.__name__}; met {type(body).__name__}")
+
+
+class BlockingClient:
+    """One request at a time, each with a deadline."""
+
+    role = Role.OBSERVER
+
+    def __init__(self, dialogue: Dialogue, incarnation: int, answer_s: float) -> None:
+        self._dialogue = dialogue
+        self._answer_s = answer_s
+        self.incarnation = incarnation
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        open_socket(self._socket, dialogue)
+
+    @classmethod
+    def connect(cls, config: Config, facts: RunFacts, name: str, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Connects and says hello; waits up to ``timeout_s`` for a broker that is still starting.
+
+        Raises:
+            PeerTimeout: nobody answered. FencedError: a newer incarnation has taken over.
+        """
+        client = cls(dialogue_for(config, facts, name), facts.incarnation, config.queue.dead_after_s)
+        try:
+            hello = Hello(role=cls.role, incarnation=facts.incarnation)
+            expect(Welcome, client.ask(hello, extra_s=timeout_s - client._answer_s)[0], client._dialogue)
+        except AsyncRLError:
+            client.close()
+            raise
+        return client
+
+    def close(self) -> None:
+        """Closes the socket at once; every request has had its answer."""
+        self._socket.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def ask(self, body: RequestBody, extra_s: float = 0.0) -> tuple[Any, list[Any]]:
+        """Body and payload frames of the reply; raises what the broker refused, or PeerTimeout."""
+        sequence, frames = self._dialogue.request(body)
+        self._dialogue.sent(sequence)
+        started_s = time.monotonic()
+        deadline_s = started_s + self._answer_s + extra_s
+        resend_every_s = self._answer_s / 3
+        due_s = started_s
+        while True:
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                raise no_answer(self._dialogue, body, now_s - started_s)
+            if now_s >= due_s and self._send(frames):
+                due_s = now_s + resend_every_s + (0.0 if isinstance(body, Hello) else extra_s)
+            answer = self._receive(sequence, min(due_s, deadline_s) - now_s)
+            if answer is not None:
+                return answer
+
+    def _send(self, frames: list[Any]) -> bool:
+        try:
+            self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            time.sleep(FULL_PAUSE_S)
+            return False
+        return True
+
+    def _receive(self, sequence: int, timeout_s: float) -> tuple[Any, list[Any]] | None:
+        if not self._socket.poll(max(1, int(timeout_s * 1000))):
+            return None
+        frames = [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
+        number, body, payloads = self._dialogue.reply(frames)
+        if number not in (sequence, -1):  # the second answer to a request that was sent twice
+            return None
+        if isinstance(body, Refused):
+            raise self._dialogue.refusal(body)
+        return body, payloads

@@ -1,0 +1,154 @@
+"""Frames of queue messages: encoding, limits, and refusals as errors. No sockets.
+
+A client keeps one :class:`Dialogue`; it numbers requests, refuses what is too large before it is sent, and turns
+a ``Refused`` reply back into the error class that the broker named.
+
+Source: design note, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl import errors
+from asyncrl.errors import AsyncRLError, QueueError, SchemaError
+from asyncrl.queue.messages import PROTOCOL_VERSION, Hello, Payloads, Refused, Reply, ReplyBody, Request, RequestBody
+from asyncrl.trajectory import TrajectoryGroup, decode_group
+
+__all__ = ["MAX_HEADER_BYTES", "Dialogue", "Envelope", "checksum", "decode_envelope", "decode_request", "encode"]
+
+MAX_HEADER_BYTES = 16 << 20
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+
+
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a request that every protocol version must have; read before anything else."""
+
+    protocol: int
+    run_id: str
+    sender: str
+    sequence: int
+
+
+_envelope_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(message: Request | Reply) -> bytes:
+    """One msgpack frame."""
+    return _encoder.encode(message)
+
+
+def decode_envelope(frame: Any) -> Envelope:
+    """Reads protocol, run, sender and sequence number of a request without looking at its body.
+
+    Raises:
+        SchemaError: not msgpack, too long, or a field missing or of another type.
+    """
+    if len(frame) > MAX_HEADER_BYTES:
+        raise SchemaError(f"a request header has at most {MAX_HEADER_BYTES} bytes; met {len(frame)}")
+    try:
+        return _envelope_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"a request begins with a msgpack header of protocol {PROTOCOL_VERSION}; met {error}") from error
+
+
+def decode_request(frame: Any) -> Request:
+    """Reads a whole request header.
+
+    Raises:
+        SchemaError: unknown type of message, or a field missing or of another type.
+    """
+    try:
+        return _request_decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"the body is one of the queue's requests; met {error}") from error
+
+
+def checksum(payload: Any) -> int:
+    """CRC-32 of a payload frame."""
+    return zlib.crc32(payload)
+
+
+class Dialogue:
+    """One client's side of the conversation, without its socket.
+
+    Args:
+        endpoint: where the broker listens; named in every error.
+        run_id, sender: stamped on each request.
+        max_message_bytes: the broker closes the connection on a larger frame without a word, so it is refused here.
+    """
+
+    def __init__(self, *, endpoint: str, run_id: str, sender: str, max_message_bytes: int) -> None:
+        self.endpoint = endpoint
+        self.sender = sender
+        self.max_message_bytes = max_message_bytes
+        self._run_id = run_id
+        self._next = 0
+
+    def request(self, body: RequestBody, payloads: Sequence[Any] = ()) -> tuple[int, list[Any]]:
+        """Sequence number and frames of a request; the number is taken only by :meth:`sent`.
+
+        Raises:
+            QueueError: a frame is larger than the broker accepts.
+        """
+        sequence = 0 if isinstance(body, Hello) else self._next
+        header = Request(protocol=PROTOCOL_VERSION, run_id=self._run_id, sender=self.sender, sequence=sequence, body=body)
+        frames = [encode(header), *payloads]
+        for frame in frames:
+            self.check_size(memoryview(frame).nbytes)
+        return sequence, frames
+
+    def check_size(self, num_bytes: int) -> None:
+        """Refuses a frame that the broker would not take."""
+        if num_bytes > self.max_message_bytes:
+            raise QueueError(
+                f"a message has at most queue.max_message_mib = {self.max_message_bytes >> 20} MiB ({self.max_message_bytes} bytes); "
+                f"met {num_bytes} bytes: raise it, or lower algorithm.group_size or generator.max_new_tokens",
+                endpoint=self.endpoint,
+                num_bytes=num_bytes,
+            )
+
+    def sent(self, sequence: int) -> None:
+        """The request with this number is on its way: the next one gets the next number."""
+        self._next = sequence + 1
+
+    def reply(self, frames: Sequence[Any]) -> tuple[int, ReplyBody, list[Any]]:
+        """Sequence number, body and payload frames of a reply.
+
+        Raises:
+            SchemaError: the frames are no reply.
+        """
+        try:
+            reply = _reply_decoder.decode(frames[0])
+        except (msgspec.DecodeError, IndexError) as error:
+            raise SchemaError(f"{self.endpoint} answers with replies of protocol {PROTOCOL_VERSION}; met {error}") from error
+        return reply.sequence, reply.body, list(frames[1:])
+
+    def refusal(self, body: Refused) -> AsyncRLError:
+        """The error that a refusal stands for."""
+        kind = getattr(errors, body.kind, QueueError)
+        known = isinstance(kind, type) and issubclass(kind, AsyncRLError)
+        return (kind if known else QueueError)(body.message, endpoint=self.endpoint, sender=self.sender)
+
+    def groups(self, announced: Payloads, frames: Sequence[Any]) -> list[TrajectoryGroup]:
+        """Decodes fetched payloads after their checksums agree.
+
+        Raises:
+            SchemaError: another number of frames, a checksum that differs, or a payload that cannot be read.
+        """
+        if len(frames) != len(announced.tickets):
+            raise SchemaError(f"{self.endpoint} announced {len(announced.tickets)} payloads and sent {len(frames)}")
+        groups = []
+        for ticket, expected, frame in zip(announced.tickets, announced.checksums, frames, strict=True):
+            met = checksum(frame)
+            if met != expected:
+                raise SchemaError(f"payload of ticket {ticket} has CRC-32 {expected}; met {met}", ticket=ticket)
+            groups.append(decode_group(frame))
+        return groups
