@@ -270,7 +270,7 @@ def decode_group(payload: Any) -> TrajectoryGroup:
             _check_schema(reader.schema)
             table = reader.read_all().combine_chunks()
             table.validate(full=True)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
         raise SchemaError(f"payload is not a readable Arrow stream: {error}") from error
     if not 1 <= table.num_rows <= MAX_SIBLINGS:
         raise SchemaError(f"a group has 1 to {MAX_SIBLINGS} rows; met {table.num_rows}")
@@ -369,5 +369,3 @@ def _check_group(trajectories: Sequence[Trajectory]) -> None:
     order = [(t.sibling, t.sample) for t in trajectories]
     if order != sorted(set(order)):
         raise SchemaError(f"siblings ascending and distinct; met {order}", group_id=first.group_id)
-
-

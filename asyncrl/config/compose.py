@@ -103,7 +103,7 @@ def to_yaml(config: Config) -> str:
     """The resolved configuration as YAML."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
+    return str(OmegaConf.to_yaml(OmegaConf.create(config.model_dump())))
 
 
 def config_folder() -> Path:

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterator
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from pydantic.fields import FieldInfo
 
 from asyncrl.config.schema import Config
@@ -14,12 +14,16 @@ from asyncrl.errors import ConfigError, UnsupportedError
 
 __all__ = ["REFUSED", "check_name", "option_names", "options"]
 
+_TRUNCATED = "the engine would renormalise the kept tokens and the learner would not; use generator.temperature"
+_SHARDED = "the fsdp2 engine shards over data-parallel ranks only; use learner.ranks"
+
 REFUSED = {
-    "generator.top_p": "training traffic is not truncated: the engine would renormalise and the learner would not; use generator.temperature",
-    "generator.top_k": "training traffic is not truncated: the engine would renormalise and the learner would not; use generator.temperature",
-    "algorithm.kl_coef": "no reference policy is held yet; the clipped ratio and queue.max_staleness bound the step",
-    "learner.tensor_parallel": "the fsdp2 engine shards over data-parallel ranks only; use learner.ranks",
-    "learner.pipeline_parallel": "the fsdp2 engine shards over data-parallel ranks only; use learner.ranks",
+    "generator.top_p": _TRUNCATED,
+    "generator.top_k": _TRUNCATED,
+    "generator.min_p": _TRUNCATED,
+    "algorithm.kl_coef": "no reference policy is held; the clipped ratio and queue.max_staleness bound the step",
+    "learner.tensor_parallel": _SHARDED,
+    "learner.pipeline_parallel": _SHARDED,
 }
 
 
@@ -71,8 +75,6 @@ def range_text(field: FieldInfo) -> str:
 
 
 def _json_schema(field: FieldInfo) -> dict[str, Any]:
-    from pydantic import create_model
-
-    model = create_model("Option", value=(field.annotation, field))
+    model: type[BaseModel] = create_model("Option", **{"value": (field.annotation, field)})  # type: ignore[call-overload]  # its stub knows no FieldInfo
     schema: dict[str, Any] = model.model_json_schema()["properties"]["value"]
     return schema

@@ -96,5 +96,3 @@ def write_atomic(file: Path, text: str) -> None:
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.write_text(text if text.endswith("\n") else text + "\n")
     os.replace(temporary, file)
-
-

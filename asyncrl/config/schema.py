@@ -90,7 +90,8 @@ class AlgorithmConfig(Group):
     clip_low: float = option(0.2, "the ratio is clipped at 1 - clip_low", gt=0, lt=1)
     clip_high: float = option(0.2, "the ratio is clipped at 1 + clip_high", gt=0)
     proximal: Literal["bypass", "recompute", "auto"] = option(
-        "bypass", "denominator of the ratio: behaviour log-probs, those of the weights at the start of the batch, or recompute only where needed"
+        "bypass",
+        "denominator of the ratio: behaviour log-probs, those of the weights at the start of the batch, or recompute only where needed",
     )
     auto_staleness: int = option(1, "proximal=auto recomputes a batch with a token older than this", unit="versions", ge=0)
     auto_drift: float = option(0.05, "proximal=auto recomputes when the last mismatch_kl exceeded this", unit="nats", ge=0)

@@ -78,7 +78,7 @@ class Driver:
         observer: Observer | None = None
         try:
             supervisor.start(processes.queue(self._run_dir))
-            observer = Observer(self._facts.queue_endpoint, self._facts.run_id, "driver", timeout_s=QUEUE_START_S)
+            observer = Observer.connect(self._config, self._facts, "driver", QUEUE_START_S)
             specs = processes.learners(self._run_dir, self._config, self._facts)
             specs += processes.generators(self._run_dir, self._config, self._facts)
             for spec in specs:
@@ -96,7 +96,7 @@ class Driver:
     def _watch(self, supervisor: Supervisor, observer: Observer) -> tuple[str, str]:
         watch = Watch(self._run_dir, self._config, self._started_s)
         while not self._signal:
-            for exit_ in supervisor.poll():
+            for exit_ in sorted(supervisor.poll(), key=_cause_first):
                 if exit_.name.startswith("learner") and exit_.code == 0:
                     continue
                 self._on_exit(exit_, supervisor, observer)
@@ -162,3 +162,8 @@ class Driver:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
+
+
+def _cause_first(exit_: Exit) -> tuple[bool, bool, str]:
+    """The queue's death explains a learner's, and both explain a generator's."""
+    return (exit_.name.startswith("generator"), exit_.name != "queue", exit_.name)

@@ -38,7 +38,7 @@ class Head:
     def __enter__(self) -> Head:
         self._address_file.unlink(missing_ok=True)
         with (self._run_dir.path / "guardian.log").open("ab") as log:
-            self._guardian = subprocess.Popen(  # noqa: S603
+            self._guardian = subprocess.Popen(
                 [sys.executable, "-m", "asyncrl.launch.guardian", str(self._run_dir.path)],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -67,7 +67,7 @@ class Head:
             self._guardian.wait(5.0)
 
     def _wait_for_address(self) -> str:
-        assert self._guardian is not None  # noqa: S101
+        assert self._guardian is not None
         end = time.monotonic() + START_S
         while time.monotonic() < end:
             if self._address_file.exists():

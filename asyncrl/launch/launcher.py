@@ -44,10 +44,10 @@ class Launcher:
         """Starts the command and returns its pid; what it prints goes to ``log_file``."""
         self._log_file = log_file
         reaper = [sys.executable, "-m", "asyncrl.launch.reaper", str(grace_s), log_file, *command]
-        self._reaper = subprocess.Popen(  # noqa: S603
+        self._reaper = subprocess.Popen(
             reaper, env={**os.environ, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        assert self._reaper.stdout is not None  # noqa: S101
+        assert self._reaper.stdout is not None
         self._pid = int(self._reaper.stdout.readline() or 0)
         return self._pid
 

@@ -62,7 +62,7 @@ def num_gpus() -> int:
     tool = shutil.which("nvidia-smi")
     if tool is None or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return 0
-    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)  # noqa: S603
+    listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
@@ -93,7 +93,9 @@ def _check_devices(config: Config) -> None:
         names = " and ".join(f"{name}.device" for name, (device, _) in shares.items() if device == "cuda")
         raise ConfigError(f"{names} is cuda, but this machine shows no NVIDIA GPU: set cpu or auto")
     if not config.launch.ray_address and asked > here:
-        raise ConfigError(f"{asked:g} GPUs are asked for and {here} are here: lower generator.num_gpus, learner.num_gpus, replicas or ranks")
+        raise ConfigError(
+            f"{asked:g} GPUs are asked for and {here} are here: lower generator.num_gpus, learner.num_gpus, replicas or ranks"
+        )
 
 
 def _check_ports(config: Config) -> None:

@@ -78,8 +78,13 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log_file, "ab") as log:
-        child = subprocess.Popen(  # noqa: S603
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, preexec_fn=_die_with_parent  # noqa: PLW1509
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
         )
     print(child.pid, flush=True)
     code = _watch(child.pid, asked, grace_s)

@@ -44,7 +44,7 @@ def evaluate_model(model: str, config: Config) -> dict[str, float]:
         write_atomic(options, config.model_dump_json())
         arguments = ["--model", str(folder), "--run-config", str(options), "--out", str(out)]
         environment = {**os.environ, "OMP_NUM_THREADS": str(config.generator.threads), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(  # noqa: S603
+        done = subprocess.run(
             [config.generator.python or sys.executable, "-m", "asyncrl.generators.evaluate", *arguments],
             env=environment, capture_output=True, text=True, check=False,
         )  # fmt: skip
