@@ -1,0 +1,130 @@
+"""What the gate knows of its producers: version, life, tokens. Pure; the clock is passed in.
+
+Versions said by one name never fall, over restarts too: a fall means that weights went backwards (fault B31).
+
+Source: design note, sections 2 and 4; faults B31, B51.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from asyncrl.errors import VersionError
+
+__all__ = ["Fleet", "ProducerRecord"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ProducerRecord:
+    """One name. ``version`` is -1 until said; ``tokens_before`` counts tokens of its former lives."""
+
+    name: str
+    seen_s: float
+    alive: bool = True
+    version: int = -1
+    in_flight: dict[int, int] = field(default_factory=dict)
+    tokens: int = 0
+    tokens_before: int = 0
+    trouble: str = ""
+
+
+class Fleet:
+    """All producers that ever said hello."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, ProducerRecord] = {}
+        self._left: ProducerRecord | None = None
+        self.deaths = 0
+
+    def hello(self, name: str, now_s: float) -> None:
+        """A producer, or a new life of one, is there."""
+        record = self._records.setdefault(name, ProducerRecord(name=name, seen_s=now_s))
+        record.alive, record.seen_s, record.in_flight = True, now_s, {}
+        record.tokens_before, record.tokens = record.tokens_before + record.tokens, 0
+
+    def seen(self, name: str, now_s: float) -> None:
+        """Any message is a sign of life, also from one that was taken for dead because it was slow."""
+        record = self._records.get(name)
+        if record is not None:
+            record.alive, record.seen_s = True, now_s
+
+    def says(self, name: str, version: int, learner_step: int) -> int:
+        """The producer has committed ``version``; returns it.
+
+        Raises:
+            VersionError: lower than it said before, or above the learner's committed steps.
+        """
+        record = self._records[name]
+        if version < record.version:
+            raise VersionError(
+                f"a producer's version never falls; {name} said {record.version} before and {version} now: load the current weights",
+                producer=name,
+                policy_version=version,
+            )
+        if version > learner_step:
+            raise VersionError(
+                f"a version counts training steps in the weights, of which {learner_step} are committed; {name} said {version}",
+                producer=name,
+                policy_version=version,
+            )
+        record.version = version
+        return version
+
+    def report(self, name: str, in_flight: dict[int, int], sampled_tokens: int) -> None:
+        """Tokens in flight by version, and tokens sampled in this life."""
+        record = self._records[name]
+        record.in_flight, record.tokens = dict(in_flight), max(record.tokens, sampled_tokens)
+
+    def trouble(self, name: str, reason: str) -> None:
+        """The last thing that went wrong there, for those who wait for it."""
+        if name in self._records:
+            self._records[name].trouble = reason
+
+    def gone(self, name: str, reason: str) -> bool:
+        """The producer is dead; False if it was not alive."""
+        record = self._records.get(name)
+        if record is None or not record.alive:
+            return False
+        record.alive, record.in_flight = False, {}
+        record.trouble = f"{reason}; before that: {record.trouble}" if record.trouble else reason
+        self._left = record
+        self.deaths += 1
+        return True
+
+    def silent(self, now_s: float, dead_after_s: float) -> list[str]:
+        """Names of the living that have said nothing for too long."""
+        return [r.name for r in self._records.values() if r.alive and now_s - r.seen_s >= dead_after_s]
+
+    def knows(self, name: str) -> bool:
+        """Whether the producer said hello and is alive."""
+        return name in self._records and self._records[name].alive
+
+    def version(self, name: str) -> int:
+        """The version that it committed last, -1 before it said one."""
+        return self._records[name].version
+
+    def versions(self) -> dict[str, int]:
+        """Committed version of each living producer."""
+        return {r.name: r.version for r in self._records.values() if r.alive}
+
+    def obituary(self) -> str:
+        """Who was the last to die and of what, when nobody is alive; empty otherwise."""
+        if self._left is None or any(r.alive for r in self._records.values()):
+            return ""
+        return f"no producer is alive; {self._left.name}: {self._left.trouble}"
+
+    def empty_for_s(self, now_s: float) -> float:
+        """Seconds since the last producer was heard of, when all are dead; 0.0 otherwise."""
+        return now_s - self._left.seen_s if self._left is not None and self.obituary() else 0.0
+
+    def total_tokens(self) -> int:
+        """Tokens sampled by all producers over all their lives."""
+        return sum(r.tokens_before + r.tokens for r in self._records.values())
+
+    def in_flight(self) -> dict[int, int]:
+        """Tokens in flight by version, all living producers together."""
+        total: Counter[int] = Counter()
+        for record in self._records.values():
+            total.update(record.in_flight)
+        return dict(total)

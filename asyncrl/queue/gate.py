@@ -1,0 +1,223 @@
+r"""The gate: the pure state machine that admits, leases and settles groups. No sockets, no payload; the clock is passed in.
+
+It consumes requests of producers (issue, finish, fail, heartbeat), of the learner (lease, commit, return), of the
+supervisor (producer_gone, stop) and time (expire); it produces tickets, leases and counts. Who waits on whom:
+
+    producers wait for an index to be allowed  → unblocked by a newer version, that is by commits and publishes
+    the learner waits for G groups             → unblocked by finish; a lost group by expire, producer_gone or fail
+
+Symbols. G groups a step, S = max_staleness, w = window, k steps between publishes, c committed steps, p the version
+that a producer has committed. The admission index of a new group is i = G c + (live groups ahead of it).
+
+Invariant (bound). Every group g that was issued at index i to version p is trained in a step t with t <= p + S.
+    A ticket is issued only if (i + w - 1) // G <= p + S. Each step consumes G slots, so the slots consumed before g
+    are: G c at its issue, then those of groups live ahead of it (at most i - G c; a drop only lowers that), then
+    those of groups that overtake it (at most w - 1: ``window.choose`` leases nothing past a group overtaken w - 1 times).
+    So g gets slot j <= i + w - 1, and t = j // G <= (i + w - 1) // G <= p + S. No token of g is older than p, since
+    ``finish`` refuses it. A reissue keeps its place, so its bound is unchanged, and goes to a version no older.
+
+Liveness. If producers act and each publish reaches them, every step is reached when S >= k - 1 + ceil((w - 1) / G).
+    At step c some p >= c - (k - 1) is published. The last group that the step needs has at most G - 1 live ahead:
+    i <= G c + G - 1, so (i + w - 1) // G <= c + ceil((w - 1) / G) <= p + S, and it is issued; credit is never asked
+    for those groups. An unfinished group is finished, or fails (expiry, death) and is issued again to a version that
+    producers reach, at most ``max_attempts`` times, then dropped, and the next ticket takes its place. At most
+    ``no_signal_budget_groups`` groups a step are replaced; further ones keep their slots. So G slots fill.
+
+Conservation. admitted = trained + sum(dropped) + in_flight after every call (:class:`asyncrl.queue.ledger.Ledger`).
+
+Source: design note, section 4; faults B31, B33, B34, B49, B63.
+"""
+
+from __future__ import annotations
+
+from asyncrl.errors import ProcessDied, VersionError
+from asyncrl.queue.acceptance import Acceptance
+from asyncrl.queue.admission import Admission
+from asyncrl.queue.book import Book
+from asyncrl.queue.counts import status_of
+from asyncrl.queue.fleet import Fleet
+from asyncrl.queue.leasing import Leasing
+from asyncrl.queue.lockstep import stranded
+from asyncrl.queue.messages import Frontier, QueueStatus
+from asyncrl.queue.records import Blocked, GroupState, Issue, LeaseGranted, Settled
+from asyncrl.queue.settings import GateSettings
+from asyncrl.trajectory import GroupMeta
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """Admission, leases and counts of one run.
+
+    Args:
+        settings: refused at construction if they cannot live.
+        frontier: what the checkpoint says is settled; None for a fresh run.
+        incarnation: of this start; payload of an earlier one is refused.
+
+    Example:
+        >>> gate = Gate(GateSettings.from_config(Config(), None))                          # doctest: +SKIP
+        >>> gate.hello("generator-0", now_s=0.0)                                           # doctest: +SKIP
+        >>> gate.issue("generator-0", version=0, now_s=0.0)                                # doctest: +SKIP
+        Issue(ticket=0, attempt=0, not_before_version=0, exact_version=-1)
+    """
+
+    def __init__(self, settings: GateSettings, frontier: Frontier | None = None, incarnation: int = 0) -> None:
+        self.settings = settings
+        self.fleet = Fleet()
+        self.stopping = False
+        self._book = Book(settings, frontier)
+        self._admission = Admission(self._book)
+        self._leasing = Leasing(self._book, incarnation)
+        self._acceptance = Acceptance(self._book, incarnation)
+        self._last_commit: tuple[int, int] | None = None
+        self._blocked_producer, self._blocked_learner = "", ""
+
+    # producers
+
+    def hello(self, producer: str, now_s: float) -> None:
+        """A producer starts, or starts again: tickets of its former life are issued again."""
+        self.producer_gone(producer, now_s, "it was started again")
+        self.fleet.hello(producer, now_s)
+
+    def heartbeat(self, producer: str, version: int, in_flight: dict[int, int], sampled_tokens: int, now_s: float) -> None:
+        """A producer is alive. Raises VersionError if its version fell or is above the committed steps."""
+        self.fleet.says(producer, version, self._book.ledger.steps)
+        self.fleet.report(producer, in_flight, sampled_tokens)
+        self.fleet.seen(producer, now_s)
+
+    def issue(self, producer: str, version: int, now_s: float) -> Issue | Blocked:
+        """A ticket for a producer that has committed ``version``, or why not.
+
+        Raises:
+            VersionError: the version fell, or is above the committed steps.
+        """
+        self.fleet.says(producer, version, self._book.ledger.steps)
+        self.fleet.seen(producer, now_s)
+        if self.stopping:
+            return Blocked(reason="the queue was stopped", ended=True)
+        answer = self._admission.issue(producer, version, now_s)
+        self._blocked_producer = f"{producer}: {answer.reason}" if isinstance(answer, Blocked) else ""
+        return answer
+
+    def finish(self, producer: str, meta: GroupMeta) -> str:
+        """A finished group: ``accepted``, ``duplicate``, ``late`` or ``no_signal``. Idempotent by (ticket, attempt).
+
+        Raises:
+            VersionError: a token older than the ticket allows, or of a version not committed; the attempt has failed.
+            QueueError: a ticket that was never issued, or issued to another producer.
+        """
+        return self._acceptance.finish(producer, meta)
+
+    def fail(self, producer: str, ticket: int, attempt: int, reason: str, final: bool = False) -> None:
+        """An attempt failed at its producer; ``final`` drops the group as unusable. A failure told late changes nothing.
+
+        Raises:
+            QueueError: a ticket that was never issued, or issued to another producer.
+        """
+        self.fleet.trouble(producer, reason)
+        self._acceptance.fail(producer, ticket, attempt, reason, final)
+
+    # supervision and time
+
+    def producer_gone(self, producer: str, now_s: float, reason: str = "the process is gone") -> int:
+        """A producer died: the tickets that it was sampling are issued again; returns how many."""
+        if not self.fleet.gone(producer, reason):
+            return 0
+        held = [r for r in self._book.live() if r.state is GroupState.GENERATING and r.producer == producer]
+        for record in held:
+            self._book.fail(record, reason)
+        return len(held)
+
+    def expire(self, now_s: float) -> list[str]:
+        """Ends attempts past their deadline and producers that fell silent; says what was ended."""
+        said = []
+        for name in self.fleet.silent(now_s, self.settings.dead_after_s):
+            reason = f"silent for queue.dead_after_s = {self.settings.dead_after_s:g} s"
+            said.append(f"producer {name} is taken for dead: {reason}; {self.producer_gone(name, now_s, reason)} tickets are issued again")
+        for record in [r for r in self._book.live() if r.state is GroupState.GENERATING and now_s >= r.deadline_s]:
+            reason = f"not finished within queue.ticket_deadline_s = {self.settings.ticket_deadline_s:g} s"
+            said.append(f"ticket {record.ticket}, attempt {record.attempt}, at {record.producer}: {reason}")
+            self._book.fail(record, reason)
+        return said
+
+    def stop(self) -> None:
+        """No ticket is issued from now on; a lease that cannot be filled says that no more will come."""
+        self.stopping = True
+
+    # the learner
+
+    def fence(self, incarnation: int) -> None:
+        """A learner of ``incarnation`` is there. Raises FencedError if a newer one was."""
+        self._leasing.fence(incarnation)
+
+    def lease(self, step: int, incarnation: int, now_s: float) -> LeaseGranted | Blocked:
+        """The batch of ``step``, or why not yet; ``ended`` when none will come any more.
+
+        Raises:
+            FencedError: an older incarnation. QueueError: another step than the next one.
+            ProcessDied: every producer is dead for longer than a restart takes.
+            VersionError: in lockstep, nobody has the version that a ticket needs any more.
+        """
+        answer = self._leasing.lease(step, incarnation, self.stopping)
+        if isinstance(answer, LeaseGranted) or answer.ended:
+            self._blocked_learner = ""
+            return answer
+        self._check_hope(now_s)
+        obituary = self.fleet.obituary()
+        self._blocked_learner = f"{answer.reason}; {obituary}" if obituary else answer.reason
+        return Blocked(reason=self._blocked_learner)
+
+    def commit(self, step: int, incarnation: int) -> None:
+        """The leased batch of ``step`` is in the weights; the same commit again changes nothing.
+
+        Raises:
+            FencedError: an older incarnation. QueueError: no such lease.
+        """
+        if self._last_commit != (step, incarnation):
+            self._leasing.commit(step, incarnation)
+            self._last_commit = (step, incarnation)
+
+    def return_(self, step: int, incarnation: int) -> None:
+        """The batch of ``step`` comes back untrained."""
+        self._leasing.return_(step, incarnation)
+
+    # counts
+
+    def take_settled(self) -> list[Settled]:
+        """Groups trained or dropped since the last call; their payload can go, dead letters are to be written."""
+        return self._book.take_settled()
+
+    def frontier(self) -> Frontier:
+        """What a checkpoint keeps."""
+        return self._book.ledger.frontier()
+
+    def status(self, refused: dict[str, int] | None = None) -> QueueStatus:
+        """Counts of the moment; ``refused`` are those of the broker."""
+        return status_of(
+            self._book,
+            self._leasing,
+            self.fleet,
+            rewards=(self._acceptance.rewards_sum, self._acceptance.rewards_count),
+            refused=refused or {},
+            blocked=self._blocked(),
+            stopping=self.stopping,
+        )
+
+    def _blocked(self) -> str:
+        parts = []
+        if self._blocked_learner:
+            parts.append(f"the learner waits: {self._blocked_learner}")
+        if self._blocked_producer:
+            parts.append(f"generators wait: {self._blocked_producer}")
+        return "; ".join(parts)
+
+    def _check_hope(self, now_s: float) -> None:
+        empty_s = self.fleet.empty_for_s(now_s)
+        if empty_s > self.settings.restart_s:
+            raise ProcessDied(
+                f"{self.fleet.obituary()}; none has come back within generator.start_timeout_s = {self.settings.restart_s:g} s"
+            )
+        if self.settings.lockstep:
+            problem = stranded(self._book, self.fleet.versions().values())
+            if problem:
+                raise VersionError(problem)

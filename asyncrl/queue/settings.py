@@ -1,0 +1,134 @@
+"""What the gate is told, and the rules that decide whether such a run can live. Loads without zmq.
+
+Consumes the options, produces :class:`GateSettings`; :func:`check_liveness` is called when a config is read.
+
+Source: design note, section 4; fault B49.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from asyncrl.config.schema import Config
+from asyncrl.errors import ConfigError
+
+__all__ = ["GateSettings", "check_liveness", "least_staleness"]
+
+
+def least_staleness(groups_per_step: int, window: int, publish_every: int) -> int:
+    """The lowest ``max_staleness`` with which the learner always gets its next batch.
+
+    ``k - 1`` versions pass between two publishes; a straggler overtaken ``w - 1`` times is trained up to
+    ``ceil((w - 1) / G)`` steps late, and tickets are issued with that reserve.
+
+    Example:
+        >>> least_staleness(groups_per_step=8, window=9, publish_every=2)
+        2
+    """
+    return publish_every - 1 + -(-(window - 1) // groups_per_step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSettings:
+    """Numbers and rules of one gate.
+
+    Attributes:
+        groups_per_step: G, groups of one training step. max_staleness: S, in versions. window: w, in groups.
+        publish_every: k, training steps between two publishes.
+        lockstep: ticket i is sampled wholly by version ``max(0, i // G - S)``.
+        replace_no_signal: a group whose rewards are all equal is dropped, ``no_signal_budget_groups`` times a step.
+        ticket_deadline_s, max_attempts: when a ticket is issued again, and how often it may be issued.
+        dead_after_s: a producer silent for so long is dead. restart_s: how long one that died may take to come back.
+        max_queued_groups, max_queued_bytes: finished groups held before tickets stop.
+        drop_last_batch: the last, partial batch of a finite source is dropped. total_tickets: its size, None without end.
+
+    Raises:
+        ConfigError: the settings cannot live, with the numbers.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    window: int
+    publish_every: int
+    lockstep: bool
+    replace_no_signal: bool
+    no_signal_budget_groups: int
+    ticket_deadline_s: float
+    max_attempts: int
+    dead_after_s: float
+    restart_s: float
+    max_queued_groups: int
+    max_queued_bytes: int
+    drop_last_batch: bool
+    total_tickets: int | None
+
+    def __post_init__(self) -> None:
+        if self.lockstep:
+            _check_lockstep(self)
+        _check_bound(self)
+
+    @classmethod
+    def from_config(cls, config: Config, total_tickets: int | None) -> GateSettings:
+        """The settings that the options ask for; ``total_tickets`` is the size of the prompt source."""
+        queue, algorithm = config.queue, config.algorithm
+        return cls(
+            groups_per_step=algorithm.groups_per_step,
+            max_staleness=queue.max_staleness,
+            window=queue.window,
+            publish_every=config.sync.every,
+            lockstep=queue.schedule == "lockstep",
+            replace_no_signal=algorithm.no_signal == "replace",
+            no_signal_budget_groups=algorithm.no_signal_budget_groups,
+            ticket_deadline_s=queue.ticket_deadline_s,
+            max_attempts=queue.max_attempts,
+            dead_after_s=queue.dead_after_s,
+            restart_s=config.generator.start_timeout_s,
+            max_queued_groups=queue.max_queued_groups,
+            max_queued_bytes=queue.max_queued_mib << 20,
+            drop_last_batch=queue.last_batch == "drop",
+            total_tickets=total_tickets,
+        )
+
+
+def check_liveness(config: Config) -> None:
+    """Whether a run with these options always reaches its next step, as far as the queue decides that.
+
+    Raises:
+        ConfigError: it cannot, with the rule, the numbers and the fix.
+
+    Example:
+        >>> check_liveness(Config())
+    """
+    GateSettings.from_config(config, None)
+    if config.algorithm.no_signal == "replace" and config.algorithm.group_size < 2:
+        raise ConfigError(
+            "algorithm.no_signal=replace drops groups whose rewards are all equal, which a group of one always is; "
+            f"met algorithm.group_size={config.algorithm.group_size}: set it to 2 or more, or algorithm.no_signal=keep"
+        )
+    if config.queue.dead_after_s <= 2 * config.queue.heartbeat_s:
+        raise ConfigError(
+            f"queue.dead_after_s is more than twice queue.heartbeat_s, or the living are taken for dead; met "
+            f"{config.queue.dead_after_s:g} s and {config.queue.heartbeat_s:g} s: raise the first or lower the second"
+        )
+
+
+def _check_bound(settings: GateSettings) -> None:
+    groups, window, every = settings.groups_per_step, settings.window, settings.publish_every
+    least = least_staleness(groups, window, every)
+    if settings.max_staleness < least:
+        raise ConfigError(
+            f"queue.max_staleness >= sync.every - 1 + ceil((queue.window - 1) / algorithm.groups_per_step) = "
+            f"{every} - 1 + ceil({window - 1} / {groups}) = {least}; met {settings.max_staleness}: the learner would wait for ever. "
+            f"Set queue.max_staleness={least} or more, or publish more often, or narrow the window"
+        )
+
+
+def _check_lockstep(settings: GateSettings) -> None:
+    rules = (
+        (settings.window == 1, f"queue.window=1; met {settings.window}"),
+        (settings.publish_every == 1, f"sync.every=1, since each version samples its own tickets; met {settings.publish_every}"),
+        (not settings.replace_no_signal, "algorithm.no_signal=keep, since a replaced group would move all later ones; met replace"),
+    )
+    for kept, rule in rules:
+        if not kept:
+            raise ConfigError(f"queue.schedule=lockstep needs {rule}: change it, or set queue.schedule=async")
