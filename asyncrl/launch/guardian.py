@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -27,7 +28,7 @@ from typing import Any
 from asyncrl.config.run_dir import RunDir, write_atomic
 from asyncrl.launch.launcher import actor_name
 
-__all__ = ["connect", "main", "scratch_folder"]
+__all__ = ["connect", "main", "ray_environment", "scratch_folder"]
 
 DONE = b"d"
 
@@ -37,10 +38,22 @@ def scratch_folder(run_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"
 
 
-def connect(address: str, run_id: str) -> Any:
-    """Joins the Ray cluster of a run quietly and returns the ray module."""
+def ray_environment(scratch: Path, own_head: bool) -> None:
+    """Settings that Ray reads at import: quiet, and for a head of its own a token that only this run knows."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if not own_head:
+        return
+    token = scratch / "ray-token"
+    if not token.exists():
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
+
+
+def connect(address: str, run_id: str) -> Any:
+    """Joins the Ray cluster of a run quietly and returns the ray module."""
     import ray
 
     ray.init(address=address, namespace=f"asyncrl-{run_id}", log_to_driver=False, logging_level="ERROR")
@@ -53,6 +66,7 @@ def main(arguments: list[str]) -> int:
     run_dir = RunDir(arguments[0])
     config, facts = run_dir.read_config(), run_dir.read_facts()
     scratch = scratch_folder(facts.run_id)
+    ray_environment(scratch, own_head=not config.launch.ray_address)
     ray = connect(config.launch.ray_address, facts.run_id) if config.launch.ray_address else _start_head(config, facts.run_id, scratch)
     address = config.launch.ray_address or ray.get_runtime_context().gcs_address
     write_atomic(run_dir.path / "ray.json", json.dumps({"address": address, "pid": os.getpid()}))
@@ -65,8 +79,6 @@ def main(arguments: list[str]) -> int:
 
 
 def _start_head(config: Any, run_id: str, scratch: Path) -> Any:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
     ray.init(

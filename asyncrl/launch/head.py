@@ -12,7 +12,7 @@ from typing import Any
 
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import PeerTimeout, ProcessDied
-from asyncrl.launch.guardian import DONE, connect
+from asyncrl.launch.guardian import DONE, connect, ray_environment, scratch_folder
 
 __all__ = ["Head"]
 
@@ -37,6 +37,7 @@ class Head:
 
     def __enter__(self) -> Head:
         self._address_file.unlink(missing_ok=True)
+        ray_environment(scratch_folder(self._run_id), own_head=not self._run_dir.read_config().launch.ray_address)
         with (self._run_dir.path / "guardian.log").open("ab") as log:
             self._guardian = subprocess.Popen(
                 [sys.executable, "-m", "asyncrl.launch.guardian", str(self._run_dir.path)],

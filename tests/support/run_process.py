@@ -1,0 +1,85 @@
+"""Starts ``asyncrl`` as a user would, and looks at the processes it makes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def start_run(run_dir: Path, *overrides: str, command: str = "train") -> subprocess.Popen[str]:
+    """``asyncrl train … run_dir=…`` in the background, its console in ``console.log`` beside the run directory."""
+    console = run_dir.with_suffix(".console").open("a")
+    target = [f"run_dir={run_dir}"] if command == "train" else [str(run_dir)]
+    arguments = [
+        sys.executable,
+        "-m",
+        "asyncrl",
+        command,
+        *(target if command != "train" else []),
+        *overrides,
+        *(target if command == "train" else []),
+    ]
+    return subprocess.Popen(arguments, stdout=console, stderr=console, text=True, start_new_session=True)
+
+
+def console(run_dir: Path) -> str:
+    return run_dir.with_suffix(".console").read_text()
+
+
+def metrics(run_dir: Path) -> list[dict]:
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds:g} s: {what}")
+
+
+def commands() -> dict[int, str]:
+    """Command line of every living process."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    return found
+
+
+def belonging_to(run_dir: Path) -> dict[int, str]:
+    """Living processes of a run: those that name its directory or its scratch folder, and everything below them."""
+    run_id = json.loads((run_dir / "run.json").read_text())["run_id"] if (run_dir / "run.json").exists() else str(run_dir)
+    mine = {pid: text for pid, text in commands().items() if str(run_dir) in text or f"asyncrl-{run_id}" in text}
+    mine.pop(os.getpid(), None)
+    return mine
+
+
+def descendants(pid: int) -> set[int]:
+    from asyncrl.launch.reaper import descendants as below
+
+    return set(below(pid))
+
+
+def find(run_dir: Path, module: str, name: str = "") -> int:
+    """The pid of ``python -m MODULE RUN_DIR … NAME``, not of a reaper that wraps it."""
+    hits = [
+        pid
+        for pid, text in commands().items()
+        if f"-m {module} " in text and str(run_dir) in text and name in text and "asyncrl.launch.reaper" not in text
+    ]
+    assert len(hits) == 1, (module, name, hits)
+    return hits[0]
