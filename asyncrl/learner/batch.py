@@ -84,7 +84,8 @@ class LossFunction(Protocol):
     ``entropy_gradient``: whether the loss uses the gradient of the entropy.
     """
 
-    entropy_gradient: bool
+    @property
+    def entropy_gradient(self) -> bool: ...
 
     def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch, denominators: Denominators) -> LossOutput: ...
 

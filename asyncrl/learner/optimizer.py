@@ -54,7 +54,7 @@ def clip_gradients(parameters: Iterable[torch.nn.Parameter], max_norm: float, gr
     gradients = [local(p.grad) for p in parameters if p.grad is not None]
     total = torch.nn.utils.get_total_norm([g for g in gradients if g.numel()], 2.0)
     if num_shards > 1:
-        square = total.double() ** 2
+        square = total.to(gradients[0].device).double() ** 2
         dist.all_reduce(square, group=group)
         total = square.sqrt().float()
     norm = float(total)

@@ -66,7 +66,8 @@ def tempered_logprobs(
     """
     logits = head(hidden).float() / temperatures[:, None]  # [K, V]
     logprobs = torch.log_softmax(logits, dim=-1)
-    chosen = logprobs.gather(1, targets[:, None])[:, 0]
+    # not a view of the gathered column: FSDP hangs its backward hook on what leaves the root module
+    chosen = -torch.nn.functional.nll_loss(logprobs, targets, reduction="none")
     if entropy_gradient:
         return chosen, -(logprobs.exp() * logprobs).sum(-1)
     with torch.no_grad():

@@ -1,0 +1,161 @@
+"""``python -m asyncrl.learner RUN_DIR --rank R``: one rank of the learner, from the start of its process to its exit code.
+
+Consumes the run directory's options and facts; produces what :mod:`asyncrl.learner.pool` does, and at the end the export.
+SIGTERM and SIGINT ask for an orderly end (exit code 0); anything that ends it otherwise is the last line of its log (exit code 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+from asyncrl.config import Config
+from asyncrl.config.run_dir import RunDir, RunFacts
+
+log = logging.getLogger("asyncrl.learner")
+DEFAULT_HIDDEN_SIZE = 1024
+
+
+class Version(logging.Filter):
+    """Puts role, rank and version into each log line."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.version = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.who = f"learner-{self.rank} v{self.version}"
+        return True
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGINT, and passes them on once somebody listens."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self._listener: Callable[[], None] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Calls ``listener`` on a signal, or at once if one has come already."""
+        self._listener = listener
+        if self.received:
+            listener()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+        if self._listener is not None:
+            self._listener()
+
+
+def main() -> int:
+    """Runs one rank; the process's exit code."""
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.learner")
+    parser.add_argument("run_dir")
+    parser.add_argument("--rank", type=int, required=True)
+    options = parser.parse_args()
+    stop, version = StopSignal(), Version(options.rank)
+    run_dir = RunDir(options.run_dir)
+    config, facts = run_dir.read_config(), run_dir.read_facts()
+    _log_to_stderr(config, version)
+    try:
+        _run(config, facts, run_dir, options.rank, stop, version)
+    except Exception as error:  # the last line of the log says why, whatever it was
+        log.debug("traceback", exc_info=True)
+        log.error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: StopSignal, version: Version) -> None:
+    from asyncrl.learner.checkpoint import read_manifest
+    from asyncrl.learner.control import Control
+    from asyncrl.learner.engine import EngineRegistry, EngineSpec
+    from asyncrl.learner.export import export_checkpoint
+    from asyncrl.learner.outlets import RunOutlets
+    from asyncrl.learner.pool import Pool
+    from asyncrl.learner.source import BatchSource
+    from asyncrl.learner.worker import TrainingWorker
+
+    _open_group(config, facts, rank)
+    control = Control(rank, config.learner.ranks, config.launch.stall_timeout_s)
+    kind = EngineRegistry.find(model_type="language_model", backend=config.learner.engine, device=facts.learner_device)
+    engine = kind(EngineSpec(model_dir=facts.model_dir, dtype=config.model.dtype, device=facts.learner_device, learner=config.learner))
+    log.info("loading %s", facts.model_dir)
+    engine.initialize()
+    step = 0
+    if facts.checkpoint:
+        engine.load(Path(facts.checkpoint))
+        step = read_manifest(Path(facts.checkpoint)).step
+    version.version = step
+    log.info("ready at step %d on %s", step, facts.learner_device)
+    if control.any(stop.received):
+        return
+    outlets = RunOutlets(config, facts, run_dir, engine, control, step)
+    source = BatchSource(config, facts, f"learner-{rank}")
+    try:
+        pool = Pool(
+            config,
+            TrainingWorker(engine, config.algorithm),
+            control,
+            source,
+            outlets,
+            step=step,
+            run_start_s=run_dir.facts_file.stat().st_mtime,
+            quadratic=1.0 / (6.0 * _hidden_size(facts.model_dir)),
+            on_version=lambda number: setattr(version, "version", number),
+        )
+        stop.listen(pool.stop)
+        pool.run()
+    finally:
+        source.close()
+        outlets.close()
+    if rank == 0 and config.launch.export and run_dir.latest_checkpoint() is not None:
+        export_checkpoint(run_dir, run_dir.export)
+        log.info("exported to %s", run_dir.export)
+    control.barrier()
+
+
+def _open_group(config: Config, facts: RunFacts, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(config.learner.threads)
+    torch.manual_seed(config.learner.seed)
+    cuda = facts.learner_device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        # sums over duplicate indices would otherwise come out in any order
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        init_method=facts.rendezvous,
+        rank=rank,
+        world_size=config.learner.ranks,
+        timeout=timedelta(seconds=config.launch.stall_timeout_s),
+    )
+
+
+def _hidden_size(model_dir: str) -> int:
+    return int(json.loads((Path(model_dir) / "config.json").read_text()).get("hidden_size", DEFAULT_HIDDEN_SIZE))
+
+
+def _log_to_stderr(config: Config, version: Version) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(version)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(who)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=config.monitor.log_level.upper(), handlers=[handler])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Checkpoints of a run: ``checkpoints/step-NNNNNN`` with the engine's files and, written last, ``manifest.json``.
+
+A folder without a manifest does not count: it is what a death in mid-write leaves behind. The manifest holds the queue's frontier
+that belongs to these weights; restoring both together loses nothing and trains nothing twice.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.run_dir import RunDir, write_atomic
+from asyncrl.errors import DataError
+from asyncrl.learner.control import Control
+from asyncrl.learner.engine import Engine
+from asyncrl.queue.messages import Frontier
+
+__all__ = ["Manifest", "checkpoint_folder", "package_versions", "prune", "read_manifest", "save_checkpoint"]
+
+_PACKAGES = ("asyncrl", "torch", "transformers")
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says about itself.
+
+    ``step``: training steps in the weights; ``frontier``: what the queue has settled for good at that step.
+    """
+
+    run_id: str
+    step: int
+    incarnation: int
+    frontier: Frontier
+    engine: str
+    world_size: int
+    dtype: str
+    versions: Mapping[str, str]
+
+
+def checkpoint_folder(run_dir: RunDir, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return run_dir.checkpoints / f"step-{step:06d}"
+
+
+def save_checkpoint(engine: Engine, control: Control, run_dir: RunDir, manifest: Manifest, keep: int) -> Path:
+    """Writes the checkpoint of ``manifest.step`` and removes all but the newest ``keep``. Collective; every rank returns after it is whole."""
+    folder = checkpoint_folder(run_dir, manifest.step)
+    if control.rank == 0:
+        if folder.exists() and not (folder / "manifest.json").exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    control.barrier()  # nobody writes before the folder is there
+    engine.save(folder)
+    control.barrier()  # the manifest comes after the last shard
+    if control.rank == 0:
+        write_atomic(folder / "manifest.json", json.dumps(msgspec.to_builtins(manifest, str_keys=True), indent=1))
+        prune(run_dir, keep)
+    control.barrier()
+    return folder
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        DataError: there is none, or it is not readable.
+    """
+    file = folder / "manifest.json"
+    if not file.is_file():
+        raise DataError(f"{folder} is not a whole checkpoint: manifest.json is missing; start from an older one")
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=Manifest)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise DataError(f"{file} is not a manifest: {error}") from error
+
+
+def prune(run_dir: RunDir, keep: int) -> None:
+    """Removes whole checkpoints but the newest ``keep``; the manifest goes first, so that a half-removed one does not count."""
+    whole = sorted(file.parent for file in run_dir.checkpoints.glob("step-*/manifest.json"))
+    for folder in whole[:-keep]:
+        (folder / "manifest.json").unlink()
+        shutil.rmtree(folder)
+
+
+def package_versions() -> dict[str, Any]:
+    """Versions of the packages that wrote a checkpoint."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,71 @@
+"""What learner ranks say to each other besides tensors: a small broadcast and small reductions, over gloo.
+
+Rank 0 speaks at least once a second while it waits for a batch, so no rank ever stays longer in a call than that, and each of
+them notices SIGTERM. With one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.errors import ProcessDied
+
+__all__ = ["Control"]
+
+
+class Control:
+    """Agreement among the ranks of one pool.
+
+    Args:
+        rank, world_size: of this process; timeout_s: how long a rank waits for a silent peer before it gives up.
+
+    Raises (each method):
+        ProcessDied: another rank is gone or silent.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says yes."""
+        return bool(self._reduce(int(flag), dist.ReduceOp.MAX))
+
+    def total(self, count: int) -> int:
+        """Sum over ranks."""
+        return self._reduce(count, dist.ReduceOp.SUM)
+
+    def barrier(self) -> None:
+        """Returns on every rank after all have come here."""
+        self._reduce(0, dist.ReduceOp.MAX)
+
+    def broadcast(self, message: bytes) -> bytes:
+        """Rank 0's message on every rank; the others' argument is ignored."""
+        if self.world_size == 1:
+            return message
+        size = torch.tensor([len(message)])
+        try:
+            dist.broadcast(size, src=0, group=self._group)
+            body = torch.frombuffer(bytearray(message), dtype=torch.uint8) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(body, src=0, group=self._group)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return body.numpy().tobytes()
+
+    def _reduce(self, value: int, how: Any) -> int:
+        if self.world_size == 1:
+            return value
+        cell = torch.tensor([value])
+        try:
+            dist.all_reduce(cell, op=how, group=self._group)
+        except RuntimeError as error:
+            raise self._gone(error) from error
+        return int(cell.item())
+
+    def _gone(self, error: RuntimeError) -> ProcessDied:
+        return ProcessDied(f"a learner rank is gone, seen by learner-{self.rank} of {self.world_size}: {error}", process="learner")

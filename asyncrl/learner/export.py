@@ -1,0 +1,94 @@
+"""From a checkpoint to a Hugging Face folder, in one process without a process group.
+
+Consumes the newest whole checkpoint of a run and its model folder (configuration, tokenizer); produces a folder that
+transformers and vLLM load, weights in the run's compute precision, tied ones written once.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from asyncrl.config.run_dir import RunDir
+from asyncrl.errors import DataError
+from asyncrl.learner.checkpoint import read_manifest
+
+__all__ = ["export_checkpoint"]
+
+SHARD_BYTES = 4 << 30
+_PREFIX = "model."
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
+
+
+def export_checkpoint(run_dir: RunDir, out_dir: Path) -> Path:
+    """Writes the newest checkpoint of a run as a Hugging Face folder; returns ``out_dir``.
+
+    Raises:
+        DataError: the run has no whole checkpoint yet, or ``out_dir`` holds something else already.
+    """
+    checkpoint = run_dir.latest_checkpoint()
+    if checkpoint is None:
+        raise DataError(f"{run_dir.path} has no whole checkpoint yet: nothing to export")
+    model_dir = Path(run_dir.read_facts().model_dir)
+    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "config.json").is_file():
+        raise DataError(f"the export folder is new, empty or an older export; {out_dir} holds other files")
+    building = out_dir.with_name(f".{out_dir.name}.building")
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir(parents=True)
+    dtype = getattr(torch, read_manifest(checkpoint).dtype)
+    _copy_files(model_dir, building, str(dtype).removeprefix("torch."))
+    _write_weights(_load(checkpoint), building, dtype)
+    shutil.rmtree(out_dir, ignore_errors=True)
+    building.replace(out_dir)
+    return out_dir
+
+
+def _load(checkpoint: Path) -> dict[str, torch.Tensor]:
+    reader = dcp.FileSystemReader(str(checkpoint))
+    known = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in known.items()
+        if key.startswith(_PREFIX) and isinstance(entry, dcp.metadata.TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
+
+
+def _copy_files(model_dir: Path, out_dir: Path, dtype: str) -> None:
+    for file in model_dir.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHTS) and not file.name.startswith("."):
+            shutil.copyfile(file, out_dir / file.name)
+    config = json.loads((out_dir / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    (out_dir / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_weights(tensors: dict[str, torch.Tensor], out_dir: Path, dtype: torch.dtype) -> None:
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    filled = 0
+    for name, tensor in tensors.items():
+        cast = tensor.to(dtype).contiguous()
+        if filled and filled + cast.nbytes > SHARD_BYTES:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = cast
+        filled += cast.nbytes
+    if len(shards) == 1:
+        save_file(shards[0], out_dir / "model.safetensors", metadata={"format": "pt"})
+        return
+    names: dict[str, str] = {}
+    for k, shard in enumerate(shards):
+        file = f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, out_dir / file, metadata={"format": "pt"})
+        names |= dict.fromkeys(shard, file)
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (out_dir / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")

@@ -1,0 +1,107 @@
+"""One dictionary of numbers for each training step, from the lease, the result, the queue's status and the clock passed in."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from asyncrl.learner.plan import StepPlan
+from asyncrl.learner.worker import StepResult
+from asyncrl.queue.messages import QueueStatus
+from asyncrl.trajectory import GroupMeta
+
+__all__ = ["StepClock", "StepMetrics"]
+
+REWARD_WINDOW_STEPS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepClock:
+    """Seconds of one step: waited for the lease, trained, and unix time at its end; ``blocked`` is what the lease waited for."""
+
+    wait_s: float
+    train_s: float
+    now_s: float
+    blocked: str
+
+
+class StepMetrics:
+    """Builds the metrics of successive steps; keeps what differences and the reward window need.
+
+    Args:
+        run_start_s: unix time at which this start of the run began; now_s: unix time now.
+    """
+
+    def __init__(self, run_start_s: float, now_s: float) -> None:
+        self._run_start_s = run_start_s
+        self._last_s = now_s
+        self._generator_tokens = 0
+        self._rewards = (0.0, 0)
+        self._window: deque[float] = deque(maxlen=REWARD_WINDOW_STEPS)
+
+    def build(
+        self,
+        groups: Sequence[GroupMeta],
+        plan: StepPlan,
+        staleness: dict[int, int],
+        result: StepResult,
+        status: QueueStatus,
+        clock: StepClock,
+        sync_s: float,
+    ) -> dict[str, Any]:
+        """Metrics of the step that was just committed; ``step`` counts it in."""
+        trained = [meta for meta in groups if meta.ticket in plan.sizes]
+        rewards = [reward for meta in trained for reward in meta.rewards_N]
+        tokens, num_tokens = sum(lag * n for lag, n in staleness.items()), sum(staleness.values())
+        reward_mean = self._reward_mean(status, rewards)
+        sampled_s = max(clock.now_s - self._last_s, 1e-9)
+        sampled, self._generator_tokens = status.generator_tokens - self._generator_tokens, status.generator_tokens
+        self._last_s = clock.now_s
+        return {
+            "step": plan.step + 1,
+            "policy_version": plan.step + 1,
+            "reward_mean": reward_mean,
+            "trained_reward_mean": sum(rewards) / len(rewards) if rewards else None,
+            "staleness_mean": tokens / num_tokens if num_tokens else 0.0,
+            "staleness_max": max(staleness, default=0),
+            "staleness_hist": staleness,
+            "lag_in_flight": dict(status.lag.in_flight),
+            "lag_queued": dict(status.lag.queued),
+            "trained_groups": len(trained),
+            "skipped_groups": len(plan.skipped),
+            "trained_tokens": plan.tokens,
+            "packed_tokens": result.packed_tokens,
+            "generator_tokens_per_s": sampled / sampled_s,
+            "learner_tokens_per_s": plan.tokens / max(clock.train_s, 1e-9),
+            "queue_groups": status.queued_groups,
+            "sync_s": sync_s,
+            **result.statistics,
+            "updates": result.updates,
+            "recomputed": plan.recompute,
+            "wait_s": clock.wait_s,
+            "train_s": clock.train_s,
+            "wall_s": clock.now_s - self._run_start_s,
+            "blocked": clock.blocked,
+        }
+
+    @property
+    def reward_window_mean(self) -> float | None:
+        """Mean reward of the last ten steps; None before there are ten."""
+        if len(self._window) < REWARD_WINDOW_STEPS:
+            return None
+        return sum(self._window) / REWARD_WINDOW_STEPS
+
+    def _reward_mean(self, status: QueueStatus, trained: list[float]) -> float | None:
+        """Over all groups finished since the step before, with or without signal; over the trained ones where none finished."""
+        finished = (status.rewards_sum - self._rewards[0], status.rewards_count - self._rewards[1])
+        self._rewards = (status.rewards_sum, status.rewards_count)
+        if finished[1] > 0:
+            mean = finished[0] / finished[1]
+        elif trained:
+            mean = sum(trained) / len(trained)
+        else:
+            return None
+        self._window.append(mean)
+        return mean
