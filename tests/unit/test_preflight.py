@@ -1,0 +1,63 @@
+import json
+import socket
+
+import pytest
+
+from asyncrl.config.compose import compose
+from asyncrl.errors import ConfigError
+from asyncrl.launch import preflight
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["sync.every=4"], "4 - 1 .* = 3; met 2"),
+        (["queue.window=40"], "ceil\\(39 / 16\\) = 3; met 2"),
+        (["algorithm.group_size=1", "algorithm.no_signal=keep"], "advantage 0"),
+        (["algorithm.mini_batches=17"], "at least one group"),
+        (["learner.micro_batch_tokens=64"], "less than one response"),
+        (["learner.device=cuda"], "learner.device is cuda, but this machine shows no NVIDIA GPU"),
+        (["generator.python=/nowhere/python"], "not an executable"),
+        (["task=copy", "task.name=jsonl", "task.path=/nowhere.jsonl"], "not a file"),
+        (["queue=lockstep", "sync.every=2"], "lockstep needs sync.every=1"),
+    ],
+)
+def test_what_cannot_live_is_refused_with_the_numbers(overrides, said):
+    with pytest.raises(ConfigError, match=said):
+        preflight.check_config(compose(overrides))
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"queue.port: {port} is not free"):
+            preflight.check_config(compose(["queue.transport=tcp", f"queue.port={port}"]))
+
+
+def test_more_gpu_shares_than_gpus_are_refused_before_ray_waits_for_them(monkeypatch):
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 1)
+    with pytest.raises(ConfigError, match=r"1.5 GPUs are asked for and 1 are here"):
+        preflight.check_config(compose(["generator.replicas=2"]))
+    preflight.check_config(compose([]))
+
+
+def test_lengths_are_held_against_the_models_own(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    preflight.check_model(compose(["generator.max_new_tokens=8"]), tmp_path)
+    with pytest.raises(ConfigError, match="exceeds the model's 64 positions"):
+        preflight.check_model(compose(["generator.max_model_len=65", "generator.max_new_tokens=8"]), tmp_path)
+    with pytest.raises(ConfigError, match="leaves no room for a prompt within 64"):
+        preflight.check_model(compose(["generator.max_new_tokens=64"]), tmp_path)
+
+
+@pytest.mark.parametrize("recipe", ["tiny", "arithmetic", "chain_sum"])
+@pytest.mark.parametrize("queue", ["async", "lockstep", "synchronous"])
+def test_every_recipe_can_live_under_every_schedule(recipe, queue):
+    preflight.check_config(compose([f"recipe={recipe}", f"queue={queue}"]))
