@@ -40,7 +40,8 @@ class SampleResult:
 
     Attributes:
         request_id: of the request it answers; prompt_ids: as the engine saw them.
-        token_ids: int32 [R] sampled ids, byte for byte as returned; logprobs: float32 [R], tempered.
+        token_ids: int32 [R] sampled ids, byte for byte as returned; logprobs: float32 [R], tempered; NaN where
+            the engine returned none.
         version_spans: starts count from the first sampled token.
         text: decoded response; finish_reason: ``stop``, ``length`` or ``abort``.
     """
@@ -59,13 +60,15 @@ class GeneratorEngine(Protocol):
 
     ``logprobs_mode`` must be ``processed`` (temperature inside the softmax) for training traffic;
     an engine that declares nothing else is refused. ``batch_invariant``: log-probs and samples do not depend
-    on what else is batched. ``version`` is the committed one.
+    on what else is batched. ``version`` is the committed one, -1 before the first update. ``max_model_len`` is the longest
+    prompt and response together, in tokens, known after :meth:`start`.
     """
 
     name: str
     logprobs_mode: str
     batch_invariant: bool
     version: int
+    max_model_len: int
 
     async def start(self) -> None:
         """Loads the model; returns when requests can be sampled."""
@@ -80,7 +83,7 @@ class GeneratorEngine(Protocol):
         """Samples one sequence; safe to call many at a time."""
 
     def in_flight_tokens(self) -> dict[int, int]:
-        """Tokens sampled so far by requests that still run, by version."""
+        """Tokens sampled so far by requests that still run, by version; raises EngineError once the engine has died."""
 
     async def check(self, manifest: UpdateManifest) -> None:
         """Raises SyncError unless names, shapes and dtypes fit the model."""

@@ -1,0 +1,76 @@
+"""Settings of a vLLM replica: environment, engine arguments, sampling parameters, for CPU and CUDA.
+
+Source: engine notes, vLLM.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.generators.engine import SampleRequest
+
+__all__ = ["engine_arguments", "prepare_environment", "sampling_parameters"]
+
+WORKER_EXTENSION = "asyncrl.generators.vllm_worker.WeightLoader"
+
+
+def prepare_environment(config: Config) -> None:
+    """Sets the variables that vLLM reads; before anything of vLLM or torch is imported."""
+    threads = str(config.generator.threads)
+    os.environ.update({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads})
+    # bound by itself, every replica of a host takes the same cores, whatever OMP_NUM_THREADS says
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def engine_arguments(config: Config, model_dir: str) -> Any:
+    """Arguments of the AsyncLLM; in lockstep without prefix cache, so that a response depends on its prompt, seed and version alone."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    generator = config.generator
+    place: dict[str, Any] = {"kv_cache_memory_bytes": generator.kv_cache_mib << 20}
+    if _on_cuda(config):
+        place = {"gpu_memory_utilization": generator.gpu_memory_utilization}
+    return AsyncEngineArgs(
+        model=model_dir,
+        dtype=config.model.dtype,
+        seed=0,
+        max_model_len=generator.max_model_len or None,
+        max_num_seqs=generator.max_num_seqs,
+        enforce_eager=generator.enforce_eager,
+        enable_prefix_caching=config.queue.schedule != "lockstep",
+        logprobs_mode="processed_logprobs",
+        worker_extension_cls=WORKER_EXTENSION,
+        disable_log_stats=True,
+        **place,
+    )
+
+
+def sampling_parameters(request: SampleRequest) -> Any:
+    """Parameters of one request: the whole distribution (no top-p, no top-k), the log-prob of each sampled token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=1,
+        temperature=request.temperature,
+        max_tokens=request.max_new_tokens,
+        stop=list(request.stop),
+        seed=request.seed,
+        logprobs=0,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _on_cuda(config: Config) -> bool:
+    if config.generator.device != "auto":
+        return config.generator.device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,119 @@
+"""Real vLLM: updates land in running requests, and every token's log-prob is that of the version stamped on it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+vllm = pytest.importorskip("vllm")
+
+from asyncrl.generators.vllm_cut import CutSpans  # noqa: E402
+from vllm_support import Rig  # noqa: E402
+
+pytestmark = pytest.mark.real
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def rig(request, tmp_path_factory):
+    rig = Rig(tmp_path_factory.mktemp("vllm"), tied=request.param)
+    yield rig
+    rig.close()
+
+
+def next_version(rig):
+    return rig.engine.version + 1
+
+
+async def sample_through(rig, versions, *, number=24, temperature=1.0):
+    """Samples while the given versions arrive one after another; more requests start while an update runs."""
+    tasks = [asyncio.create_task(rig.engine.sample(r)) for r in rig.requests(number, temperature=temperature)]
+    for version in versions:
+        await rig.sampled(number * 4, tasks)
+        updating = asyncio.create_task(rig.update(version))
+        await asyncio.sleep(0.01)
+        tasks += [asyncio.create_task(rig.engine.sample(r)) for r in rig.requests(6, temperature=temperature, tag="late")]
+        await updating
+    return await asyncio.gather(*tasks)
+
+
+def test_three_updates_in_a_row_land_in_mid_generation_and_each_segment_matches_its_version(rig):
+    first = next_version(rig)
+    rig.run(rig.update(first))
+    results = rig.run(sample_through(rig, [first + 1, first + 2, first + 3]))
+    assert max(rig.worst_error(result) for result in results) < TOLERANCE
+    crossed = [tuple(span.version for span in result.version_spans) for result in results]
+    assert any(len(versions) >= 3 for versions in crossed), crossed
+    long = next(result for result in results if len(result.version_spans) >= 2)
+    wrong = rig.reference(long, long.version_spans[0].version)[long.version_spans[1].start :]
+    assert float(np.abs(long.logprobs[long.version_spans[1].start :] - wrong).max()) > 0.05
+
+
+def test_cuts_under_pause_give_the_same_spans_as_the_engine_itself(rig):
+    first = next_version(rig)
+    rig.run(rig.update(first))
+    exact, both = rig.engine._api, []
+
+    class Compared(CutSpans):
+        async def stamp(self, llm, version):
+            await exact.stamp(llm, version)
+
+        def spans(self, completion, cuts):
+            both.append((exact.spans(completion, cuts), super().spans(completion, cuts)))
+            return both[-1][1]
+
+    rig.engine._api = Compared()
+    try:
+        rig.run(sample_through(rig, [first + 1, first + 2]))
+    finally:
+        rig.engine._api = exact
+    assert any(len(reported) > 1 for reported, _ in both)
+    assert [cut for _, cut in both] == [reported for reported, _ in both]
+
+
+def test_b01_log_probs_are_tempered_inside_the_softmax(rig):
+    first = next_version(rig)
+    rig.run(rig.update(first))
+    results = rig.run(sample_through(rig, [first + 1], temperature=0.7))
+    assert max(rig.worst_error(result, temperature=0.7) for result in results) < TOLERANCE
+    assert max(rig.worst_error(result, temperature=1.0) for result in results) > 0.1
+
+
+def test_b43_the_same_prompt_after_an_update_is_scored_by_the_new_weights(rig):
+    first = next_version(rig)
+    ids = tuple(rig.engine.encode("0123456789 abcdefgh>" * 8))
+    requests = [replace(r, prompt_ids=ids) for r in rig.requests(4, max_new_tokens=8, temperature=0.0)]
+
+    async def twice(version, pair):
+        await rig.update(version)
+        return [await rig.engine.sample(request) for request in pair]
+
+    for version, pair in ((first, requests[:2]), (first + 1, requests[2:])):
+        for result in rig.run(twice(version, pair)):
+            assert [span.version for span in result.version_spans] == [version]
+            assert rig.worst_error(result) < TOLERANCE
+
+
+def test_b36_with_restart_no_response_goes_on_over_an_update(rig):
+    first = next_version(rig)
+    rig.run(rig.update(first))
+    rig.set_in_flight("restart")
+    results = rig.run(sample_through(rig, [first + 1, first + 2]))
+    rig.set_in_flight("recompute")
+    assert all(len(result.version_spans) == 1 for result in results)
+    assert {span.version for result in results for span in result.version_spans} >= {first, first + 2}
+    assert max(rig.worst_error(result) for result in results) < TOLERANCE
+
+
+def test_with_drain_running_requests_finish_on_the_old_version_and_later_ones_start_on_the_new(rig):
+    first = next_version(rig)
+    rig.run(rig.update(first))
+    rig.set_in_flight("drain")
+    results = rig.run(sample_through(rig, [first + 1]))
+    rig.set_in_flight("recompute")
+    versions = [tuple(span.version for span in result.version_spans) for result in results]
+    assert versions == [(first,)] * 24 + [(first + 1,)] * 6
+    assert max(rig.worst_error(result) for result in results) < TOLERANCE
