@@ -87,15 +87,15 @@ def _sibling_rewards(group_id: str, siblings: list[int], rewards: list[float]) -
 
 def _grpo(scores: np.ndarray) -> np.ndarray:
     centred = scores - scores.mean()
-    return centred / np.sqrt((centred**2).sum() / (len(scores) - 1))
+    return np.asarray(centred / np.sqrt((centred**2).sum() / (len(scores) - 1)))
 
 
 def _centered(scores: np.ndarray) -> np.ndarray:
-    return scores - scores.mean()
+    return np.asarray(scores - scores.mean())
 
 
 def _leave_one_out(scores: np.ndarray) -> np.ndarray:
-    return (scores - scores.mean()) * (len(scores) / (len(scores) - 1))
+    return np.asarray((scores - scores.mean()) * (len(scores) / (len(scores) - 1)))
 
 
 _KINDS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"grpo": _grpo, "centered": _centered, "leave_one_out": _leave_one_out}

@@ -136,7 +136,7 @@ def _open_group(config: Config, facts: RunFacts, rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         # sums over duplicate indices would otherwise come out in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made at run time
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=facts.rendezvous,

@@ -6,7 +6,7 @@ Ragged names: ``_N`` rows, ``_T`` tokens of one row, ``K`` sampled tokens of a m
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -73,8 +73,8 @@ class MicroBatch:
         """The same on another device."""
         if device.type == "cpu":
             return self
-        values = {name: getattr(self, name) for name in self.__slots__}
-        moved = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in values.items()}
         return MicroBatch(**moved)
 
 

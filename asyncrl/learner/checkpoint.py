@@ -48,7 +48,10 @@ def checkpoint_folder(run_dir: RunDir, step: int) -> Path:
 
 
 def save_checkpoint(engine: Engine, control: Control, run_dir: RunDir, manifest: Manifest, keep: int) -> Path:
-    """Writes the checkpoint of ``manifest.step`` and removes all but the newest ``keep``. Collective; every rank returns after it is whole."""
+    """Writes the checkpoint of ``manifest.step`` and removes all but the newest ``keep``.
+
+    Collective; every rank returns after it is whole.
+    """
     folder = checkpoint_folder(run_dir, manifest.step)
     if control.rank == 0:
         if folder.exists() and not (folder / "manifest.json").exists():

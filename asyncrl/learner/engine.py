@@ -25,7 +25,7 @@ from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, TrainOutput
 __all__ = ["Engine", "EngineRegistry", "EngineSpec", "StepAbandoned"]
 
 
-class StepAbandoned(Exception):  # noqa: N818 - an orderly end, not an error
+class StepAbandoned(Exception):
     """All ranks agreed to give the step up before any optimizer update."""
 
 
@@ -165,7 +165,7 @@ class EngineRegistry:
     NVIDIA. A backend whose module does not import is named with its true import error.
     """
 
-    _classes: ClassVar[dict[_Key, type[Engine]]] = {}
+    _classes: ClassVar[dict[_Key, Callable[[EngineSpec], Engine]]] = {}
     _modules: ClassVar[dict[str, str]] = {"fsdp2": "asyncrl.learner.fsdp2"}
 
     @classmethod
@@ -180,7 +180,7 @@ class EngineRegistry:
         return add
 
     @classmethod
-    def find(cls, *, model_type: str, backend: str, device: str, vendor: str = "") -> type[Engine]:
+    def find(cls, *, model_type: str, backend: str, device: str, vendor: str = "") -> Callable[[EngineSpec], Engine]:
         """The class for a key.
 
         Raises:
@@ -200,7 +200,9 @@ class EngineRegistry:
     @classmethod
     def registered(cls) -> list[str]:
         """Readable keys of what is registered now."""
-        return [f"{model_type}/{backend} on {device} ({vendor or 'any vendor'})" for model_type, backend, device, vendor in sorted(cls._classes)]
+        return [
+            f"{model_type}/{backend} on {device} ({vendor or 'any vendor'})" for model_type, backend, device, vendor in sorted(cls._classes)
+        ]
 
     @classmethod
     def _load(cls, backend: str) -> str:

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import DataError
@@ -50,14 +52,14 @@ def export_checkpoint(run_dir: RunDir, out_dir: Path) -> Path:
 
 
 def _load(checkpoint: Path) -> dict[str, torch.Tensor]:
-    reader = dcp.FileSystemReader(str(checkpoint))
+    reader = FileSystemReader(str(checkpoint))
     known = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in known.items()
-        if key.startswith(_PREFIX) and isinstance(entry, dcp.metadata.TensorStorageMetadata)
+        if key.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    load(state, storage_reader=reader, no_dist=True)
     return {key.removeprefix(_PREFIX): tensor for key, tensor in state.items()}
 
 

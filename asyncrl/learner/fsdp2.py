@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ class FSDP2Engine(Engine):
         alone = self.mesh.size() == 1
         for module in (*layers, self.scorer):
             fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=not alone and module is not self.scorer)
+        self._root: Any = self.scorer
         self._sharded = [module for module in self.scorer.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded:
             module.set_gradient_divide_factor(1.0)
@@ -117,12 +119,12 @@ class FSDP2Engine(Engine):
         return BatchOutput(sums=sums, logprobs_N=out_N if forward_only else (), packed_tokens=packed_tokens)
 
     def _forward_backward(self, micro: MicroBatch, loss: LossFunction, batch: Batch, *, last: bool) -> torch.Tensor:
-        self.scorer.set_requires_gradient_sync(last)
-        self.scorer.set_is_last_backward(last)
-        self.scorer.set_reshard_after_backward(last or self.mesh.size() > 1)
+        self._root.set_requires_gradient_sync(last)
+        self._root.set_is_last_backward(last)
+        self._root.set_reshard_after_backward(last or self.mesh.size() > 1)
         logprobs, entropy = self.scorer(micro, loss.entropy_gradient)
         output = loss(logprobs, entropy, micro, batch.denominators)
-        output.loss.backward()
+        torch.autograd.backward(output.loss)
         return output.sums
 
     def _agree_max(self, count: int) -> int:

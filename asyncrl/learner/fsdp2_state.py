@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 __all__ = ["EngineState", "load_state", "save_state"]
 
@@ -31,17 +33,17 @@ class EngineState:
 def save_state(state: EngineState, folder: Path) -> None:
     """Writes the DCP files; collective."""
     tensors = _tensors(state) | _rng(state)
-    dcp.save(tensors, checkpoint_id=str(folder), process_group=state.group)
+    save(tensors, checkpoint_id=str(folder), process_group=state.group)
 
 
 def load_state(state: EngineState, folder: Path) -> int:
     """Reads model, optimizer and RNG in place; returns the optimizer steps they contain. Collective."""
     tensors = _tensors(state)
-    known = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    known = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     ranks = sum(1 for key in known if key.startswith("rng."))
     rng = _rng(state) if ranks == dist.get_world_size(state.group) else {}
     rng = {key: value for key, value in rng.items() if key in known}
-    dcp.load(tensors | rng, checkpoint_id=str(folder), process_group=state.group)
+    load(tensors | rng, checkpoint_id=str(folder), process_group=state.group)
     for name, parameter in state.model.named_parameters():
         state.optimizer.state[parameter] = {
             "step": tensors[f"adam_step.{name}"],

@@ -11,7 +11,7 @@ from asyncrl.algorithms.losses import STATISTICS, Denominators, LossOutput, Loss
 from asyncrl.config import AlgorithmConfig
 from asyncrl.learner.batch import MicroBatch
 
-__all__ = ["Proximal", "PolicyObjective", "loss_settings"]
+__all__ = ["PolicyObjective", "Proximal", "loss_settings"]
 
 Proximal = Literal["behavior", "current", "given"]
 """Denominator of the ratio: behaviour log-probs, the detached current ones, or those that the rows carry."""

@@ -7,6 +7,7 @@ over all replicas, from exactly the rows that are trained. Rank 0 makes the plan
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -71,7 +72,7 @@ def plan_step(step: int, groups: Sequence[GroupMeta], settings: PlanSettings, *,
     trained = [meta for meta in ordered if settings.keep_no_signal or meta.has_signal]
     count = max(1, min(settings.mini_batches, len(trained)))
     bounds = [len(trained) * k // count for k in range(count + 1)]
-    minis = tuple(_mini_batch(trained[low:high], settings) for low, high in zip(bounds, bounds[1:], strict=False))
+    minis = tuple(_mini_batch(trained[low:high], settings) for low, high in itertools.pairwise(bounds))
     kept = {meta.ticket for meta in trained}
     return StepPlan(
         step=step,

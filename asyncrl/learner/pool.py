@@ -137,7 +137,9 @@ class Pool:
         order = self._next_order(leased)
         if order.plan is None:
             return order.ending
-        groups = self._source.fetch(order.plan.tickets_of(self._worker.engine.data_parallel_rank)) if self._worker.engine.is_mp_source else {}
+        groups = (
+            self._source.fetch(order.plan.tickets_of(self._worker.engine.data_parallel_rank)) if self._worker.engine.is_mp_source else {}
+        )
         started_s = time.monotonic()
         try:
             result = self._worker.train_step(order.plan, groups, self._asked)
@@ -219,9 +221,7 @@ class Pool:
             return None
         return Ending.STEPS if self.step >= self._config.launch.steps else Ending.TARGET
 
-    def _report(
-        self, plan: StepPlan, result: StepResult, leased: _Leased | None, committed: Committed | None, train_s: float
-    ) -> bool:
+    def _report(self, plan: StepPlan, result: StepResult, leased: _Leased | None, committed: Committed | None, train_s: float) -> bool:
         """Writes metrics on rank 0; whether the target reward is reached."""
         packed = self._control.total(result.packed_tokens)
         if leased is None or committed is None:

@@ -39,12 +39,10 @@ class Scorer(nn.Module):
     def forward(self, micro: MicroBatch, entropy_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probs at each trajectory's temperature and entropies, both float32 [K]."""
         mask = attention_mask(micro, additive=self.compute_dtype if self.attention == "eager" else None)
-        output = self.model.get_decoder()(
-            input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=mask, use_cache=False
-        )
+        output = self.model.get_decoder()(input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=mask, use_cache=False)
         hidden = output.last_hidden_state[0].index_select(0, micro.sources)  # [K, H]
         head = self.model.get_output_embeddings()
-        pieces = []
+        pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
         for start in range(0, len(micro.targets), self.chunk_tokens):
             part = slice(start, start + self.chunk_tokens)
             arguments = (head, hidden[part], micro.targets[part], micro.temperatures[part], entropy_gradient)

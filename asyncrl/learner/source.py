@@ -51,7 +51,8 @@ class BatchSource:
             now_s = time.monotonic()
             if now_s - started_s > self._stall_s:
                 raise PeerTimeout(
-                    f"a batch comes within launch.stall_timeout_s = {self._stall_s:.0f} s; step {step} got none from {self._endpoint}: {blocked}",
+                    f"a batch comes within launch.stall_timeout_s = {self._stall_s:.0f} s; "
+                    f"step {step} got none from {self._endpoint}: {blocked}",
                     endpoint=self._endpoint,
                 )
             if now_s - said_s > SAY_EVERY_S:
