@@ -75,6 +75,7 @@ class VllmEngine:
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
         self._shape = ModelShape.of_folder(self._model_dir, self._config.model.dtype)
         self._llm = AsyncLLM.from_engine_args(engine_arguments(self._config, self._model_dir))
+        await self._api.stamp(self._llm, self.version)
         self.max_model_len = int(self._llm.model_config.max_model_len)
         log.info("vLLM is up after %.1f s; versions by %s spans", time.monotonic() - started_s, self._api.name)
 

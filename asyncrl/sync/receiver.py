@@ -72,6 +72,9 @@ class Receiver:
         name: of the generator, unique in the run.
         engine: whose weights are replaced.
         join_timeout_s: how long a publisher may be missing.
+
+    Attributes:
+        ready: set while the engine serves a committed version. committed: set at every commit; whoever waits clears it.
     """
 
     def __init__(self, endpoint: str, run_id: str, incarnation: int, name: str, engine: UpdatedEngine, *, join_timeout_s: float) -> None:
@@ -89,6 +92,7 @@ class Receiver:
         self._failures = 0
         self._decoder: msgspec.msgpack.Decoder[ToReceiver] = msgspec.msgpack.Decoder(ToReceiver)
         self.ready = asyncio.Event()
+        self.committed = asyncio.Event()
         self.paused_s = 0.0
 
     def advance(self, version: int) -> None:
@@ -201,6 +205,7 @@ class Receiver:
             raise
         self._failures = 0
         self.ready.set()
+        self.committed.set()
         log.info("version %d is committed; the engine stood still for %.3f s", manifest.version, self.paused_s)
         return CommittedUpdate(name=self._name, update_id=manifest.update_id, version=manifest.version, paused_s=self.paused_s)
 
