@@ -14,7 +14,7 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 @pytest.fixture(scope="session")
 def _machine_lock_file():
-    with (Path(tempfile.gettempdir()) / "asyncrl-real.lock").open("w") as file:
+    with (Path(tempfile.gettempdir()) / "asyncrl-tests.lock").open("w") as file:
         yield file
 
 
