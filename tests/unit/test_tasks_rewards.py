@@ -75,7 +75,9 @@ def test_a_number_of_a_million_digits_is_no_answer() -> None:
     assert last_number("1" * 1_000_000) is None
 
 
-@pytest.mark.parametrize("value", [None, "1", True, False, np.bool_(True), float("nan"), float("inf"), -np.inf, np.float32("nan"), [1.0], 1j])
+@pytest.mark.parametrize(
+    "value", [None, "1", True, False, np.bool_(True), float("nan"), float("inf"), -np.inf, np.float32("nan"), [1.0], 1j]
+)
 def test_b16_a_reward_that_is_no_finite_number_is_refused_and_never_coerced(value: object) -> None:
     with pytest.raises(DataError, match="a reward is"):
         check_reward(value)
@@ -106,7 +108,7 @@ def test_each_task_has_a_reward_of_its_own() -> None:
 
 
 def test_the_reward_of_reasoning_gym_is_refused_for_other_tasks() -> None:
-    with pytest.raises(ConfigError, match="met task.name=copy"):
+    with pytest.raises(ConfigError, match=r"met task\.name=copy"):
         new_reward(Config(task=TaskConfig(reward="reasoning_gym")))
 
 
