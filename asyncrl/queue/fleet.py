@@ -17,12 +17,13 @@ __all__ = ["Fleet", "ProducerRecord"]
 
 @dataclass(slots=True, kw_only=True)
 class ProducerRecord:
-    """One name. ``version`` is -1 until said; ``tokens_before`` counts tokens of its former lives."""
+    """One name. ``version`` is -1 until said, ``has_said`` whether in this life; ``tokens_before`` counts those of former lives."""
 
     name: str
     seen_s: float
     alive: bool = True
     version: int = -1
+    has_said: bool = False
     in_flight: dict[int, int] = field(default_factory=dict)
     tokens: int = 0
     tokens_before: int = 0
@@ -40,7 +41,7 @@ class Fleet:
     def hello(self, name: str, now_s: float) -> None:
         """A producer, or a new life of one, is there."""
         record = self._records.setdefault(name, ProducerRecord(name=name, seen_s=now_s))
-        record.alive, record.seen_s, record.in_flight = True, now_s, {}
+        record.alive, record.seen_s, record.in_flight, record.has_said = True, now_s, {}, False
         record.tokens_before, record.tokens = record.tokens_before + record.tokens, 0
 
     def seen(self, name: str, now_s: float) -> None:
@@ -49,16 +50,16 @@ class Fleet:
         if record is not None:
             record.alive, record.seen_s = True, now_s
 
-    def says(self, name: str, version: int, learner_step: int) -> int:
-        """The producer has committed ``version``; returns it.
+    def says(self, name: str, version: int, learner_step: int) -> None:
+        """The producer has committed ``version`` and asks for tickets by it.
 
         Raises:
             VersionError: lower than it said before, or above the learner's committed steps.
         """
         record = self._records[name]
-        if version < record.version:
+        if version < max(record.version, 0):
             raise VersionError(
-                f"a producer's version never falls; {name} said {record.version} before and {version} now: load the current weights",
+                f"a version is not negative and never falls; {name} said {record.version}, now {version}: load the current weights",
                 producer=name,
                 policy_version=version,
             )
@@ -68,8 +69,13 @@ class Fleet:
                 producer=name,
                 policy_version=version,
             )
-        record.version = version
-        return version
+        record.version, record.has_said = version, True
+
+    def report_version(self, name: str, version: int, learner_step: int) -> None:
+        """As :meth:`says`, but a new life that has not got its first weights yet may name those that it started with."""
+        record = self._records[name]
+        if record.has_said or version >= max(record.version, 0):
+            self.says(name, version, learner_step)
 
     def report(self, name: str, in_flight: dict[int, int], sampled_tokens: int) -> None:
         """Tokens in flight by version, and tokens sampled in this life."""

@@ -81,7 +81,7 @@ class Gate:
 
     def heartbeat(self, producer: str, version: int, in_flight: dict[int, int], sampled_tokens: int, now_s: float) -> None:
         """A producer is alive. Raises VersionError if its version fell or is above the committed steps."""
-        self.fleet.says(producer, version, self._book.ledger.steps)
+        self.fleet.report_version(producer, version, self._book.ledger.steps)
         self.fleet.report(producer, in_flight, sampled_tokens)
         self.fleet.seen(producer, now_s)
 
@@ -92,7 +92,6 @@ class Gate:
             VersionError: the version fell, or is above the committed steps.
         """
         self.fleet.says(producer, version, self._book.ledger.steps)
-        self.fleet.seen(producer, now_s)
         if self.stopping:
             return Blocked(reason="the queue was stopped", ended=True)
         answer = self._admission.issue(producer, version, now_s)

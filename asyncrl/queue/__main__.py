@@ -1,0 +1,87 @@
+"""The queue as a process of its own: ``python -m asyncrl.queue RUN_DIR``.
+
+Reads the run directory, restores the frontier of the checkpoint that the run starts from, and serves until SIGTERM or
+a stop with ``exit``. Exit code 0 in order; otherwise the last log line says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from asyncrl.config.run_dir import RunDir, RunFacts, write_atomic
+from asyncrl.errors import AsyncRLError, DataError
+from asyncrl.queue.broker import Broker
+from asyncrl.queue.gate import Gate
+from asyncrl.queue.messages import Frontier
+from asyncrl.queue.prompts import TicketPrompts
+from asyncrl.queue.service import QueueService
+from asyncrl.queue.settings import GateSettings
+from asyncrl.tasks import new_source
+
+log = logging.getLogger("asyncrl.queue")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the broker of a run directory; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m asyncrl.queue", description="The versioned queue of a run.")
+    parser.add_argument("run_dir", type=Path)
+    run_dir = RunDir(parser.parse_args(arguments).run_dir)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s queue %(levelname)s %(message)s")
+    try:
+        broker = _broker(run_dir)
+        _end_on_signal(broker)
+        return broker.run()
+    except AsyncRLError as error:
+        log.error("the queue ends: %s", error)
+        return 1
+
+
+def restored_frontier(facts: RunFacts) -> Frontier | None:
+    """The frontier in the manifest of the checkpoint that the run starts from; None for a fresh run.
+
+    Raises:
+        DataError: the manifest is missing or holds no frontier.
+    """
+    if not facts.checkpoint:
+        return None
+    manifest = Path(facts.checkpoint) / "manifest.json"
+    try:
+        return msgspec.convert(json.loads(manifest.read_text())["frontier"], Frontier)
+    except (OSError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise DataError(f"a checkpoint has a manifest.json with the queue's frontier; {manifest}: {error!r}") from error
+
+
+def _broker(run_dir: RunDir) -> Broker:
+    config, facts = run_dir.read_config(), run_dir.read_facts()
+    logging.getLogger().setLevel(config.monitor.log_level.upper())
+    source = new_source(config)
+    if source.bad_rows:
+        log.warning("%d rows of %s cannot be used; they are listed in %s", len(source.bad_rows), config.task.path, run_dir.bad_rows)
+        write_atomic(run_dir.bad_rows, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in source.bad_rows))
+    frontier = restored_frontier(facts)
+    gate = Gate(GateSettings.from_config(config, source.size), frontier, facts.incarnation)
+    prompts = TicketPrompts(source, config.task.seed, config.queue.ticket_deadline_s)
+    broker = Broker(config, facts, QueueService(gate, prompts, run_dir, facts.incarnation))
+    log.info("listening at %s, incarnation %d, from step %d", facts.queue_endpoint, facts.incarnation, gate.frontier().steps)
+    return broker
+
+
+def _end_on_signal(broker: Broker) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
+        broker.ending = True
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

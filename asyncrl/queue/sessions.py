@@ -1,0 +1,111 @@
+"""Who speaks to the broker, and in which order: sequence numbers, repeats, gaps.
+
+A session begins with a hello and belongs to one process, told apart by its socket's identity. Each request carries the
+number after the last one; a repeat is answered from memory, a gap is refused (fault B56: ZeroMQ drops without an error).
+
+Source: design note, section 3.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from asyncrl.errors import QueueError
+from asyncrl.queue.messages import Hello, Role
+from asyncrl.queue.wire import Envelope
+
+__all__ = ["Arrival", "Session", "Sessions"]
+
+REMEMBERED = 64
+
+
+class Arrival(enum.Enum):
+    """What a request is within its session."""
+
+    NEW = "new"
+    WAITING = "waiting"
+    REPEAT = "repeat"
+
+
+class Session:
+    """One process's conversation."""
+
+    def __init__(self, sender: str, identity: bytes, hello: Hello) -> None:
+        self.sender = sender
+        self.identity = identity
+        self.role: Role = hello.role
+        self.incarnation = hello.incarnation
+        self._last = 0
+        self._answers: OrderedDict[int, list[Any]] = OrderedDict()
+        self._open: set[int] = {0}
+
+    def arrive(self, sequence: int) -> Arrival:
+        """Takes note of a request's number.
+
+        Raises:
+            QueueError: a gap, or a repeat of something forgotten.
+        """
+        if sequence == self._last + 1:
+            self._last = sequence
+            self._open.add(sequence)
+            return Arrival.NEW
+        if sequence > self._last:
+            raise QueueError(
+                f"requests of {self.sender} are numbered without a gap; after {self._last} came {sequence}: messages were lost on the way",
+                sender=self.sender,
+                sequence=sequence,
+            )
+        if sequence in self._open:
+            return Arrival.WAITING
+        if sequence in self._answers:
+            return Arrival.REPEAT
+        raise QueueError(f"answers are kept for {REMEMBERED} requests; {self.sender} repeats number {sequence}", sender=self.sender)
+
+    def answer(self, sequence: int, frames: Sequence[Any]) -> None:
+        """Keeps the answer to a request; of one with payload only that it was given, since a fetch may be done again."""
+        self._open.discard(sequence)
+        self._answers[sequence] = list(frames) if len(frames) == 1 else []
+        while len(self._answers) > REMEMBERED:
+            self._answers.popitem(last=False)
+
+    def kept(self, sequence: int) -> list[Any]:
+        """The answer that was given to a repeated request; empty if it had payload."""
+        return self._answers[sequence]
+
+
+class Sessions:
+    """All conversations, by sender."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+
+    def greeted(self, envelope: Envelope, identity: bytes) -> bool:
+        """Whether this very process has said hello already."""
+        session = self._sessions.get(envelope.sender)
+        return session is not None and session.identity == identity
+
+    def open(self, envelope: Envelope, identity: bytes, hello: Hello) -> Session:
+        """Begins a session; one of the same name ends."""
+        session = Session(envelope.sender, identity, hello)
+        self._sessions[envelope.sender] = session
+        return session
+
+    def of(self, envelope: Envelope, identity: bytes) -> Session:
+        """The session that a request belongs to.
+
+        Raises:
+            QueueError: no hello came before, or another process has taken the name.
+        """
+        session = self._sessions.get(envelope.sender)
+        if session is None:
+            raise QueueError(f"a conversation begins with a hello; {envelope.sender} is not known here: was the queue started again?")
+        if session.identity != identity:
+            raise QueueError(f"a name belongs to one process; another one has said hello as {envelope.sender} since: end this process")
+        return session
+
+    def close(self, sender: str) -> None:
+        """Forgets a sender that is gone."""
+        self._sessions.pop(sender, None)
