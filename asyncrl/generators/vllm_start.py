@@ -5,7 +5,9 @@ Source: engine notes, vLLM.
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
@@ -13,6 +15,7 @@ from asyncrl.generators.engine import SampleRequest
 
 __all__ = ["engine_arguments", "prepare_environment", "sampling_parameters"]
 
+MIN_BATCHED_TOKENS = 4096
 WORKER_EXTENSION = "asyncrl.generators.vllm_worker.WeightLoader"
 
 
@@ -34,7 +37,9 @@ def engine_arguments(config: Config, model_dir: str) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     generator = config.generator
-    place: dict[str, Any] = {"kv_cache_memory_bytes": generator.kv_cache_mib << 20}
+    # vLLM rewinds the random state of a seeded request whose prompt it splits over steps; a CPU generator cannot be rewound
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, _context_tokens(config, model_dir))}
+    place: dict[str, Any] = {"kv_cache_memory_bytes": generator.kv_cache_mib << 20, **whole_prompts}
     if _on_cuda(config):
         place = {"gpu_memory_utilization": generator.gpu_memory_utilization}
     return AsyncEngineArgs(
@@ -66,6 +71,11 @@ def sampling_parameters(request: SampleRequest) -> Any:
         logprobs=0,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
+
+
+def _context_tokens(config: Config, model_dir: str) -> int:
+    description = json.loads((Path(model_dir) / "config.json").read_text())
+    return config.generator.max_model_len or int(description.get("max_position_embeddings", MIN_BATCHED_TOKENS))
 
 
 def _on_cuda(config: Config) -> bool:

@@ -57,12 +57,12 @@ class Driver:
 
     def run(self) -> int:
         """Starts, watches, stops. Returns 0 when the run finished, 128 + signal when asked to stop, 1 when it failed."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._on_signal)
+        self._listen()
         self._view.say(f"run directory {self._run_dir.path}")
         evaluations: dict[str, float] = {}
         try:
             with Head(self._run_dir, self._facts.run_id) as head:
+                self._listen()  # joining Ray put its own handler of SIGTERM in place
                 supervisor = Supervisor(head.ray, self._facts.run_id, self._run_dir.logs, self._config.launch.stop_grace_s)
                 try:
                     outcome, message = self._supervised(supervisor)
@@ -159,6 +159,10 @@ class Driver:
         if outcome != "finished":
             self._view.say(f"continue with: asyncrl resume {self._run_dir.path}")
         return {"finished": 0, "stopped": 128 + self._signal}.get(outcome, 1)
+
+    def _listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
