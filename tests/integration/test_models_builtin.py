@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +87,18 @@ def test_the_tiny_chat_template_ends_with_the_assistants_turn(tokenizer: Any) ->
     assert text == "user: 3 + 4?\nassistant: "
 
 
+@pytest.fixture
+def smollm2() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as cache:  # half a gigabyte: not to be kept with the other test folders
+        yield prepare_model(ModelConfig(path="builtin:smollm2-135m-instruct"), Path(cache))
+
+
 @pytest.mark.real
-def test_smollm2_answers_a_small_sum_greedily(tmp_path: Path) -> None:
+def test_smollm2_answers_a_small_sum_greedily(smollm2: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = prepare_model(ModelConfig(path="builtin:smollm2-135m-instruct"), tmp_path)
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = AutoTokenizer.from_pretrained(smollm2), AutoModelForCausalLM.from_pretrained(smollm2)
     assert model.dtype == torch.float32 and sum(p.numel() for p in model.parameters()) == 134_515_008
     assert tokenizer.decode([model.generation_config.eos_token_id]) == "<|im_end|>"
     ids = tokenizer("Question: What is 3 + 4?\nAnswer: 3 + 4 = ", return_tensors="pt").input_ids
