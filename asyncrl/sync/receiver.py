@@ -119,6 +119,7 @@ class Receiver:
             watcher.cancel()
             await asyncio.wait([watcher])
             dealer.disable_monitor()
+            monitor.close(linger=0)
             dealer.close()
             context.term()
 
