@@ -42,6 +42,7 @@ class Fleet:
         """A producer, or a new life of one, is there."""
         record = self._records.setdefault(name, ProducerRecord(name=name, seen_s=now_s))
         record.alive, record.seen_s, record.in_flight, record.has_said = True, now_s, {}, False
+        record.trouble = ""
         record.tokens_before, record.tokens = record.tokens_before + record.tokens, 0
 
     def seen(self, name: str, now_s: float) -> None:

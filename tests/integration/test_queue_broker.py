@@ -1,0 +1,259 @@
+"""A real broker process, real sockets: two producers, one consumer, and what happens when one of them is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from queue_run import broker, group_for, kill, new_run, python, wait_for
+
+from asyncrl.config.run_dir import RunDir
+from asyncrl.errors import FencedError, PeerTimeout, QueueError, VersionError
+from asyncrl.queue.client import Consumer, Observer, Producer
+
+pytestmark = pytest.mark.real
+
+
+def clients(run_dir: RunDir) -> tuple[Consumer, Observer]:
+    config, facts = run_dir.read_config(), run_dir.read_facts()
+    return Consumer.connect(config, facts, "learner-0"), Observer.connect(config, facts, "driver")
+
+
+async def produce(run_dir: RunDir, name: str, until_step: int) -> int:
+    """Samples for the newest committed step until it is reached; returns the groups that were accepted."""
+    config, facts = run_dir.read_config(), run_dir.read_facts()
+    producer = await Producer.connect(config, facts, name)
+    accepted, version = 0, 0
+    observer = await asyncio.to_thread(Observer.connect, config, facts, f"watch-{name}")
+    while version < until_step:
+        version = max(version, (await asyncio.to_thread(observer.status)).step)
+        tickets = await producer.tickets(version, 2, wait_s=0.2)
+        outcomes = await producer.put([group_for(t, version, generator=name) for t in tickets.tickets])
+        accepted += outcomes.count("accepted")
+        await producer.heartbeat(version, {version: 5}, accepted * 6)
+    await producer.close()
+    observer.close()
+    return accepted
+
+
+def train(consumer: Consumer, steps: int) -> list[int]:
+    trained = []
+    for step in range(steps):
+        lease = consumer.lease(step, wait_s=2.0)
+        deadline_s = time.monotonic() + 20
+        while not lease.groups:
+            assert time.monotonic() < deadline_s, lease.blocked
+            lease = consumer.lease(step, wait_s=2.0)
+        tickets = [meta.ticket for meta in lease.groups]
+        groups = consumer.fetch(tickets)
+        assert [group.ticket for group in groups] == tickets
+        assert all(np.array_equal(t.input_ids, np.arange(5)) for group in groups for t in group.trajectories)
+        status = consumer.commit(step).status
+        assert status.admitted == status.trained + sum(status.dropped.values()) + status.in_flight
+        assert max(status.lag.consumed) <= 1 and sum(status.lag.consumed.values()) == 4 * 2 * 3
+        trained += tickets
+    return trained
+
+
+async def together(run_dir: RunDir, consumer: Consumer) -> tuple[list[int], list[int]]:
+    producers = [produce(run_dir, f"generator-{i}", until_step=5) for i in range(2)]
+    results = await asyncio.gather(asyncio.to_thread(train, consumer, 5), *producers)
+    return results[0], list(results[1:])
+
+
+def test_two_producers_feed_one_learner_and_every_ticket_is_trained_once(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 4}, queue={"max_staleness": 1})
+    with broker(run_dir) as process:
+        consumer, observer = clients(run_dir)
+        trained, accepted = asyncio.run(together(run_dir, consumer))
+        assert trained == list(range(20))
+        assert all(number > 0 for number in accepted) and sum(accepted) >= 20
+        status = observer.status()
+        assert status.step == 5 and status.trained == 20
+        assert status.generator_tokens == 6 * sum(accepted)
+        assert status.rewards_sum / status.rewards_count == 0.5
+        observer.stop(exit=True)
+        assert process.wait(timeout=3) == 0
+        consumer.close()
+        observer.close()
+
+
+DYING_PRODUCER = """
+import asyncio, sys
+from queue_run import RunDir
+from asyncrl.queue.client import Producer
+
+async def main():
+    run_dir = RunDir(sys.argv[1])
+    producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-1")
+    tickets = await producer.tickets(0, 3, wait_s=1.0)
+    print(len(tickets.tickets), file=sys.stderr, flush=True)
+    while True:
+        await producer.heartbeat(0, {}, 0)
+        await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+
+
+def test_tickets_of_a_killed_producer_process_are_issued_to_the_other(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 4}, queue={"max_staleness": 1, "dead_after_s": 1.5})
+    with broker(run_dir):
+        consumer, observer = clients(run_dir)
+        dying = python("-c", DYING_PRODUCER, str(run_dir.path))
+        assert dying.stderr is not None and dying.stderr.readline() == b"3\n"
+        kill(dying)
+        # nobody told the queue: it notices the silence
+        wait_for(lambda: "generator-1" not in observer.status().producers, timeout_s=4)
+        trained, accepted = asyncio.run(together(run_dir, consumer))
+        assert trained == list(range(20))
+        assert observer.status().reissued == 3
+        consumer.close()
+        observer.close()
+
+
+def test_b51_a_waiting_learner_is_told_of_a_dead_producer_and_its_error_within_a_heartbeat(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 2}, queue={"dead_after_s": 30.0}, generator={"start_timeout_s": 1.0})
+
+    async def scene(consumer: Consumer, observer: Observer) -> tuple[str, float]:
+        producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-0")
+        ticket = (await producer.tickets(0, 1, wait_s=1.0)).tickets[0]
+        waiting = asyncio.create_task(asyncio.to_thread(consumer.lease, 0, 20.0))
+        await asyncio.sleep(0.3)
+        await producer.fail(ticket.ticket, ticket.attempt, "the task raised ZeroDivisionError")
+        await producer.close()
+        died_s = time.monotonic()
+        await asyncio.to_thread(observer.producer_gone, "generator-0")
+        lease = await waiting
+        return lease.blocked, time.monotonic() - died_s
+
+    with broker(run_dir):
+        consumer, observer = clients(run_dir)
+        blocked, took_s = asyncio.run(scene(consumer, observer))
+        assert "no producer is alive; generator-0" in blocked and "ZeroDivisionError" in blocked
+        assert took_s < 1.0
+        time.sleep(1.2)
+        # and none came back within generator.start_timeout_s
+        with pytest.raises(Exception, match="none has come back") as caught:
+            consumer.lease(0, wait_s=0.5)
+        assert type(caught.value).__name__ == "ProcessDied"
+        consumer.close()
+        observer.close()
+
+
+def test_b51_clients_of_a_killed_broker_give_up_and_name_the_endpoint(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, queue={"dead_after_s": 1.0})
+
+    async def heartbeat_until_refused() -> float:
+        producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-0")
+        kill(process)
+        started_s = time.monotonic()
+        with pytest.raises(PeerTimeout, match="ipc://"):
+            await producer.heartbeat(0, {}, 0)
+        await producer.close()
+        return time.monotonic() - started_s
+
+    with broker(run_dir) as process:
+        consumer, observer = clients(run_dir)
+        assert asyncio.run(heartbeat_until_refused()) < 2.0
+        with pytest.raises(PeerTimeout, match=str(tmp_path)):
+            consumer.commit(0)
+        consumer.close()
+        observer.close()
+
+
+def test_b53_five_prompts_in_batches_of_four_with_a_queue_of_one_end_in_two_seconds(tmp_path: Path) -> None:
+    run_dir = new_run(
+        tmp_path, algorithm={"groups_per_step": 4}, queue={"max_queued_groups": 1, "max_staleness": 1}, task={"size": 5, "epochs": 1}
+    )
+
+    async def all_prompts() -> int:
+        producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-0")
+        number = 0
+        while number < 5:
+            tickets = await producer.tickets(0, 4, wait_s=0.2)
+            for ticket in tickets.tickets:
+                await producer.put([group_for(ticket, 0)])
+                number += 1
+        await producer.close()
+        return number
+
+    def learn(consumer: Consumer) -> list[int]:
+        sizes = []
+        while True:
+            lease = consumer.lease(len(sizes), wait_s=0.2)
+            if lease.ended:
+                return sizes
+            if lease.groups:
+                consumer.commit(len(sizes))
+                sizes.append(len(lease.groups))
+
+    async def run(consumer: Consumer) -> list[int]:
+        learner = asyncio.create_task(asyncio.to_thread(learn, consumer))
+        await all_prompts()
+        return await learner
+
+    with broker(run_dir) as process:
+        consumer, observer = clients(run_dir)
+        started_s = time.monotonic()
+        assert asyncio.run(run(consumer)) == [4, 1]
+        observer.stop(exit=True)
+        assert process.wait(timeout=2) == 0
+        assert time.monotonic() - started_s < 2.0
+        consumer.close()
+        observer.close()
+
+
+def test_b31_a_producer_whose_version_falls_is_refused_with_a_version_error(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 1}, queue={"max_staleness": 4})
+
+    async def scene(consumer: Consumer) -> None:
+        producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-0")
+        for step in range(2):
+            ticket = (await producer.tickets(step, 1, wait_s=1.0)).tickets[0]
+            assert await producer.put([group_for(ticket, step)]) == ["accepted"]
+            assert consumer.lease(step, wait_s=1.0).groups[0].oldest_version == step
+            consumer.commit(step)
+        with pytest.raises(VersionError, match="generator-0 said 1, now 0"):
+            await producer.tickets(0, 1, wait_s=0.1)
+        with pytest.raises(VersionError, match="of which 2 are committed; generator-0 said 3"):
+            await producer.tickets(3, 1, wait_s=0.1)
+        # the conversation goes on after a refusal
+        assert len((await producer.tickets(2, 1, wait_s=0.1)).tickets) == 1
+        await producer.close()
+
+    with broker(run_dir):
+        consumer, observer = clients(run_dir)
+        asyncio.run(scene(consumer))
+        assert observer.status().refused == {"VersionError": 2}
+        consumer.close()
+        observer.close()
+
+
+def test_an_older_learner_is_fenced_and_its_lease_comes_back(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 1})
+    config, facts = run_dir.read_config(), run_dir.read_facts()
+
+    async def one_group() -> None:
+        producer = await Producer.connect(config, facts, "generator-0")
+        ticket = (await producer.tickets(0, 1, wait_s=1.0)).tickets[0]
+        await producer.put([group_for(ticket, 0)])
+        await producer.close()
+
+    with broker(run_dir):
+        old, observer = clients(run_dir)
+        asyncio.run(one_group())
+        assert [meta.ticket for meta in old.lease(0, wait_s=1.0).groups] == [0]
+        new = Consumer.connect(config, facts.model_copy(update={"incarnation": 1}), "learner-0b")
+        assert observer.status().leased == 0
+        with pytest.raises(FencedError, match="incarnation 1 has taken over"):
+            old.commit(0)
+        assert [meta.ticket for meta in new.lease(0, wait_s=1.0).groups] == [0]
+        new.commit(0)
+        with pytest.raises(QueueError, match="no payload of tickets"):
+            new.fetch([0])
+        for client in (old, new, observer):
+            client.close()
