@@ -12,7 +12,7 @@ from asyncrl.tasks.prompt import BadRow, Prompt, PromptSource, Reward
 from asyncrl.tasks.rewards import check_reward, function_reward, registered_reward, reward_name
 from asyncrl.tasks.templates import check_template
 
-__all__ = ["BadRow", "Prompt", "PromptSource", "Reward", "check_reward", "new_eval_set", "new_reward", "new_source"]
+__all__ = ["BadRow", "Prompt", "PromptSource", "Reward", "check_reward", "check_task", "new_eval_set", "new_reward", "new_source"]
 
 
 def new_source(config: Config) -> OrderedSource:
@@ -53,6 +53,20 @@ def new_reward(config: Config) -> Reward:
     if ":" in name:
         return function_reward(name)
     return GymReward(config.task) if name == "reasoning_gym" else registered_reward(name)
+
+
+def check_task(config: Config) -> None:
+    """Everything about prompts and reward that can be known before a process starts; reads the file, if there is one.
+
+    A reward of the user is not tried where generators have an interpreter of their own: it need not import here.
+
+    Raises:
+        ConfigError, DataError: as for :func:`new_source`, :func:`new_eval_set` and :func:`new_reward`.
+    """
+    new_source(config)
+    new_eval_set(config)
+    if not (config.generator.python and ":" in config.task.reward):
+        new_reward(config)
 
 
 def _gym(config: Config) -> GymPrompts:

@@ -19,7 +19,7 @@ from asyncrl.tasks.order import keyed_hash
 from asyncrl.tasks.prompt import BadRow, Prompt
 from asyncrl.tasks.rows import prompt_from_row
 
-__all__ = ["file_prompts", "read_rows", "write_bad_rows"]
+__all__ = ["file_prompts", "read_rows"]
 
 _BATCH_ROWS = 1024
 _Row = tuple[int, "dict[str, Any] | DataError"]
@@ -78,13 +78,6 @@ def read_rows(task: TaskConfig, reward: str) -> tuple[list[Prompt], list[BadRow]
         seen[prompt.prompt_id] += 1
         prompts.append(prompt)
     return prompts, bad_rows
-
-
-def write_bad_rows(file: Path, bad_rows: tuple[BadRow, ...]) -> None:
-    """One JSON object a line: row, reason, field. Nothing is written if there is none."""
-    if bad_rows:
-        lines = (json.dumps({"row": bad.row, "reason": bad.reason, "field": bad.field}) for bad in bad_rows)
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _jsonl(path: Path) -> Iterator[_Row]:

@@ -13,7 +13,6 @@ import pytest
 from asyncrl.config import Config, TaskConfig
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.tasks import BadRow, new_eval_set, new_source
-from asyncrl.tasks.files import write_bad_rows
 from asyncrl.tasks.prompt import Prompt
 
 HOSTILE = Path(__file__).parents[1] / "data" / "hostile.jsonl"
@@ -78,17 +77,6 @@ def test_the_usable_hostile_rows_keep_their_text_and_answers() -> None:
 def test_bad_rows_fail_ends_with_the_first_bad_row() -> None:
     with pytest.raises(DataError, match=r"hostile\.jsonl: row 1: the list of messages is empty; mend it, or set task.bad_rows=skip"):
         new_source(task_of(HOSTILE, bad_rows="fail"))
-
-
-def test_bad_rows_are_written_one_object_a_line(tmp_path: Path) -> None:
-    write_bad_rows(tmp_path / "bad.jsonl", (BadRow(row=3, reason="why", field="label"), BadRow(row=9, reason="é")))
-    lines = [json.loads(line) for line in (tmp_path / "bad.jsonl").read_text().splitlines()]
-    assert lines == [{"row": 3, "reason": "why", "field": "label"}, {"row": 9, "reason": "é", "field": ""}]
-
-
-def test_without_bad_rows_no_file_is_written(tmp_path: Path) -> None:
-    write_bad_rows(tmp_path / "bad.jsonl", ())
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_byte_order_mark_windows_line_ends_and_blank_lines_are_read_over(tmp_path: Path) -> None:

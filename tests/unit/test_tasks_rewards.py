@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncrl.config import Config, TaskConfig
+from asyncrl.config import Config, GeneratorConfig, TaskConfig
 from asyncrl.errors import ConfigError, DataError
-from asyncrl.tasks import check_reward, new_reward
+from asyncrl.tasks import check_reward, check_task, new_reward
 from asyncrl.tasks.numerals import last_number, whole_number
 from asyncrl.tasks.prompt import Prompt
 from asyncrl.tasks.rewards import answer_fault
@@ -183,3 +183,23 @@ def test_b16_what_a_function_of_the_user_raises_comes_through(module: str) -> No
 def test_a_function_that_cannot_be_used_is_refused_with_the_reason(module: str, path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         new_reward(Config(task=TaskConfig(reward=path)))
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ({"reward": "exactt"}, "met 'exactt'"),
+        ({"eval_size": 9000}, "met 9000"),
+        ({"size": 10_001}, "met 10001"),
+        ({"template": "no place"}, "holds"),
+        ({"name": "jsonl", "path": "nowhere"}, "nowhere"),
+        ({"reward": "my_absent_rewards:length"}, "does not import"),
+    ],
+)
+def test_a_task_that_cannot_run_is_refused_before_a_process_starts(task: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_task(Config(task=TaskConfig(**task)))
+
+
+def test_a_reward_that_only_the_generators_interpreter_has_is_left_to_it() -> None:
+    check_task(Config(task=TaskConfig(reward="my_absent_rewards:length"), generator=GeneratorConfig(python="/usr/bin/python3")))
