@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ class FSDP2Engine(Engine):
         sums: torch.Tensor | None = None
         for k, micro in enumerate(micros):
             if should_stop():
-                raise StepAbandoned
+                self._abandon(loss, batch, begun=k > 0 and not forward_only)
             moved = micro.to(self.device)
             if forward_only:
                 scatter(self.scorer(moved, False)[0], micro, out_N)
@@ -126,6 +126,14 @@ class FSDP2Engine(Engine):
         output = loss(logprobs, entropy, micro, batch.denominators)
         torch.autograd.backward(output.loss)
         return output.sums
+
+    def _abandon(self, loss: LossFunction | None, batch: Batch, *, begun: bool) -> NoReturn:
+        if begun:
+            # gradients of earlier micro-batches are still held unsharded: a last pass of weight zero brings them where they can be dropped
+            assert loss is not None
+            self._forward_backward(filler().to(self.device), loss, batch, last=True)
+            self.optimizer_zero_grad()
+        raise StepAbandoned
 
     def _agree_max(self, count: int) -> int:
         # at least one, so that a step without rows still runs every collective

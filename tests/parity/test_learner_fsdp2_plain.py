@@ -1,0 +1,273 @@
+"""FSDP2 on one and two ranks over gloo against one plain Hugging Face process that was written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learner_support import batch_of, one_rank, random_groups, rows_of, run_ranks, settings, spec, tiny_model_dir
+
+from asyncrl.learner.batch import Batch, Row
+from asyncrl.learner.engine import StepAbandoned
+from asyncrl.learner.fsdp2 import FSDP2Engine
+from asyncrl.learner.objective import PolicyObjective
+
+STEPS = 3
+EPSILON = 1e-5  # large enough that a gradient of rounding size does not become a full Adam step
+
+
+def plain_run(
+    model_dir: str, batches: list[tuple[Row, ...]], *, bonus: float = 0.0
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """One sequence at a time through an unwrapped model, AdamW with the same warm-up: losses, gradient norms, weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=EPSILON, weight_decay=0.0)
+    losses, norms = [], []
+    for step, rows in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 2)
+        tokens = sum(row.trajectory.num_sampled_tokens for row in rows)
+        losses.append(0.0)
+        for row in rows:
+            loss = _plain_loss(model, row, bonus) / tokens
+            loss.backward()
+            losses[-1] += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def _plain_loss(model: Any, row: Row, bonus: float) -> torch.Tensor:
+    t = row.trajectory
+    ids = torch.from_numpy(t.input_ids.astype(np.int64))
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / t.temperature
+    everything = torch.log_softmax(logits, -1)
+    sampled = torch.from_numpy(t.loss_mask[1:].copy())
+    logprobs = everything.gather(1, ids[1:, None])[:, 0][sampled]
+    entropy = -(everything.exp() * everything).sum(-1)[sampled]
+    ratio = (logprobs - torch.from_numpy(t.behavior_logprobs[1:].copy())[sampled]).exp()
+    gain = torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.2) * row.advantage)
+    return -(gain + bonus * entropy).sum()
+
+
+def engine_run(model_dir: str, batches: list[Batch], *, bonus: float = 0.0, dtype: str = "float32", **learner: Any):
+    engine = FSDP2Engine(spec(model_dir, dtype=dtype, epsilon=EPSILON, **learner))
+    engine.initialize()
+    outputs = [train(engine, batch, bonus=bonus) for batch in batches]
+    return engine, outputs
+
+
+def train(engine: FSDP2Engine, batch: Batch, *, bonus: float = 0.0):
+    objective = PolicyObjective(settings(entropy_bonus=bonus), "behavior")
+    return engine.train_batch(batch, objective, should_stop=lambda: False, rescale=lambda sums: objective.rescale(sums, batch.denominators))
+
+
+def loss_of(output: Any) -> float:
+    return float(output.sums[3])
+
+
+def batches_of(seed: int = 0, groups: int = 4) -> list[tuple[Row, ...]]:
+    return [rows_of(random_groups(groups, 4, seed=seed + step)) for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("tied", [False, True])
+def test_one_rank_agrees_with_a_plain_process_one_sequence_at_a_time(tmp_path: Path, shared: bool, tied: bool):
+    one_rank()
+    model_dir, rows = tiny_model_dir(tmp_path, tied=tied), batches_of()
+    losses, norms, weights = plain_run(model_dir, rows, bonus=0.05)
+    engine, outputs = engine_run(
+        model_dir, [batch_of(r) for r in rows], bonus=0.05, shared_prompt=shared, logits_chunk_tokens=7, activation_checkpointing=tied
+    )
+    np.testing.assert_allclose([loss_of(o) for o in outputs], losses, atol=1e-5)
+    np.testing.assert_allclose([o.grad_norm for o in outputs], norms, rtol=1e-4)
+    for name, tensor in engine.named_tensors():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_packed_log_probs_equal_those_of_one_sequence_alone(tmp_path: Path, attention: str, kind: str):
+    one_rank()
+    engine, _ = engine_run(tiny_model_dir(tmp_path, kind=kind), [], attention=attention)
+    rows = rows_of(random_groups(5, 3, seed=9))
+    packed = engine.infer_batch(batch_of(rows), should_stop=lambda: False).logprobs_N
+    for row, together in zip(rows, packed, strict=True):
+        (alone,) = engine.infer_batch(batch_of((row,)), should_stop=lambda: False).logprobs_N
+        np.testing.assert_allclose(together, alone, atol=1e-5)
+        assert together[~row.trajectory.loss_mask].tolist() == [0.0] * (len(together) - row.trajectory.num_sampled_tokens)
+        assert (together[row.trajectory.loss_mask] < 0).all()
+
+
+def test_b04_log_prob_i_is_that_of_token_i(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    one_rank()
+    model_dir = tiny_model_dir(tmp_path)
+    engine, _ = engine_run(model_dir, [])
+    row = rows_of(random_groups(1, 2, seed=1))[0]
+    (found,) = engine.infer_batch(batch_of((row,)), should_stop=lambda: False).logprobs_N
+    ids = torch.from_numpy(row.trajectory.input_ids.astype(np.int64))
+    logits = AutoModelForCausalLM.from_pretrained(model_dir)(input_ids=ids[None]).logits[0]
+    for i in np.flatnonzero(row.trajectory.loss_mask):
+        assert found[i] == pytest.approx(torch.log_softmax(logits[i - 1], -1)[ids[i]].item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_b01_the_ratio_of_an_unchanged_policy_is_one_at_its_temperature(tmp_path: Path, temperature: float):
+    from dataclasses import replace
+
+    one_rank()
+    engine, _ = engine_run(tiny_model_dir(tmp_path), [])
+    rows = tuple(
+        replace(row, trajectory=replace(row.trajectory, temperature=temperature if i % 2 else 1.0))
+        for i, row in enumerate(rows_of(random_groups(2, 4, seed=2)))
+    )
+    scored = engine.infer_batch(batch_of(rows), should_stop=lambda: False).logprobs_N
+    own = tuple(replace(row, trajectory=replace(row.trajectory, behavior_logprobs=s)) for row, s in zip(rows, scored, strict=True))
+    output = train(engine, batch_of(own))
+    tokens = float(output.sums[0])
+    assert float(output.sums[5]) / tokens < 1e-5  # mean |log ratio|
+
+
+def test_a_single_rank_equals_a_plain_loop_over_the_same_packs_bit_for_bit(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    from asyncrl.learner.packing import attention_mask, pack
+
+    one_rank()
+    model_dir, rows = tiny_model_dir(tmp_path), batches_of(seed=20)
+    engine, outputs = engine_run(model_dir, [batch_of(r) for r in rows])
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.99), eps=EPSILON, weight_decay=0.0, fused=True)
+    for step, mine in enumerate(rows):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / 2)
+        tokens = sum(row.trajectory.num_sampled_tokens for row in mine)
+        for micro in pack(mine, cap_tokens=48, shared_prompt=True):
+            hidden = model.model(
+                input_ids=micro.input_ids,
+                position_ids=micro.position_ids,
+                attention_mask=attention_mask(micro, additive=None),
+                use_cache=False,
+            ).last_hidden_state[0]
+            logprobs = torch.log_softmax(model.lm_head(hidden[micro.sources]).float() / micro.temperatures[:, None], -1)
+            ratio = (logprobs.gather(1, micro.targets[:, None])[:, 0] - micro.behavior_logprobs).exp()
+            gain = torch.minimum(ratio * micro.advantages, ratio.clamp(0.8, 1.2) * micro.advantages)
+            (-gain * (torch.ones(len(gain)) / tokens)).sum().backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == outputs[step].grad_norm
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in engine.named_tensors())
+
+
+def test_b26_a_step_without_rows_has_zero_loss_and_moves_nothing(tmp_path: Path):
+    one_rank()
+    engine, _ = engine_run(tiny_model_dir(tmp_path), [])
+    before = {name: tensor.clone() for name, tensor in engine.named_tensors()}
+    output = train(engine, batch_of(()))
+    assert (loss_of(output), output.grad_norm, output.stepped, output.skipped) == (0.0, 0.0, False, "no trained tokens")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_tensors())
+    assert engine.optimizer_steps == 0
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_reported(tmp_path: Path):
+    from dataclasses import replace
+
+    one_rank()
+    engine, _ = engine_run(tiny_model_dir(tmp_path), [])
+    before = {name: tensor.clone() for name, tensor in engine.named_tensors()}
+    rows = tuple(replace(row, advantage=float("inf")) for row in rows_of(random_groups(1, 2, seed=3)))
+    output = train(engine, batch_of(rows))
+    assert not output.stepped
+    assert "gradient norm is" in output.skipped
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_tensors())
+    assert train(engine, batch_of(rows_of(random_groups(1, 2, seed=3)))).stepped
+
+
+def test_an_abandoned_step_leaves_the_weights_and_the_next_one_untouched(tmp_path: Path):
+    one_rank()
+    model_dir, rows = tiny_model_dir(tmp_path), batches_of(seed=30)
+    engine, _ = engine_run(model_dir, [])
+    answers = iter([False, True])
+    with pytest.raises(StepAbandoned):
+        engine.train_batch(
+            batch_of(rows[0]),
+            PolicyObjective(settings(), "behavior"),
+            should_stop=lambda: next(answers),
+            rescale=lambda sums: 1.0,
+        )
+    _, expected = engine_run(model_dir, [batch_of(rows[0])])
+    assert train(engine, batch_of(rows[0])).grad_norm == expected[0].grad_norm
+
+
+def test_scoring_does_not_hide_the_next_optimizer_step(tmp_path: Path):
+    one_rank()
+    model_dir, rows = tiny_model_dir(tmp_path), batches_of(seed=40)
+    engine, _ = engine_run(model_dir, [])
+    before = engine.infer_batch(batch_of(rows[1]), should_stop=lambda: False).logprobs_N
+    train(engine, batch_of(rows[0]))
+    after = engine.infer_batch(batch_of(rows[1]), should_stop=lambda: False).logprobs_N
+    fresh, _ = engine_run(model_dir, [batch_of(rows[0])])
+    expected = fresh.infer_batch(batch_of(rows[1]), should_stop=lambda: False).logprobs_N
+    assert not np.array_equal(before[0], after[0])
+    assert all(np.array_equal(a, e) for a, e in zip(after, expected, strict=True))
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tmp_path: Path):
+    one_rank()
+    model_dir, rows = tiny_model_dir(tmp_path), batches_of()
+    losses, _, _ = plain_run(model_dir, rows)
+    engine, outputs = engine_run(model_dir, [batch_of(r) for r in rows], dtype="bfloat16")
+    np.testing.assert_allclose([loss_of(o) for o in outputs], losses, atol=0.03)
+    assert {p.dtype for p in engine.scorer.parameters()} == {torch.float32}
+    assert {tensor.dtype for _, tensor in engine.named_tensors()} == {torch.bfloat16}
+
+
+def _two_ranks(rank: int, world: int, model_dir: str, out: str, lonely: bool) -> None:
+    """Rank 0 trains two of three groups and rank 1 the rest, or rank 1 has nothing at all."""
+    batches = []
+    for rows in batches_of(groups=3):
+        mine = [row for row in rows if lonely or (row.trajectory.ticket < 2) == (rank == 0)]
+        batches.append(batch_of(tuple(mine) if not (lonely and rank == 1) else (), rows))
+    engine, outputs = engine_run(model_dir, batches, bonus=0.05)
+    weights = {name: tensor.clone() for name, tensor in engine.named_tensors()}
+    if rank == 0:
+        torch.save({"loss": [loss_of(o) for o in outputs], "norm": [o.grad_norm for o in outputs], "weights": weights}, out)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("lonely", [False, True], ids=["two thirds and one third", "b54 a rank with no data"])
+def test_two_ranks_agree_with_a_plain_process(tmp_path: Path, lonely: bool):
+    model_dir = tiny_model_dir(tmp_path / "model", tied=True)
+    losses, norms, weights = plain_run(model_dir, batches_of(groups=3), bonus=0.05)
+    run_ranks(2, _two_ranks, model_dir, str(tmp_path / "out"), lonely)
+    found = torch.load(tmp_path / "out")
+    np.testing.assert_allclose(found["loss"], losses, atol=1e-5)
+    np.testing.assert_allclose(found["norm"], norms, rtol=1e-4)
+    for name, tensor in found["weights"].items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0)
+
+
+def _uneven(rank: int, world: int, model_dir: str, out: str) -> None:
+    rows = rows_of(random_groups(5, 4, seed=1))
+    mine = rows if rank == 0 else ()
+    _, outputs = engine_run(model_dir, [batch_of(mine, rows)], micro_batch_tokens=30)
+    nothing, empty = engine_run(model_dir, [batch_of((), ())])
+    assert (empty[0].stepped, nothing.optimizer_steps) == (False, 0)
+    Path(f"{out}.{rank}").write_text(f"{outputs[0].packed_tokens} {outputs[0].stepped}")
+
+
+@pytest.mark.real
+def test_b54_five_micro_batches_against_none_do_not_hang(tmp_path: Path):
+    run_ranks(2, _uneven, tiny_model_dir(tmp_path / "model"), str(tmp_path / "out"))
+    packed, stepped = (tmp_path / "out.0").read_text().split()
+    assert int(packed) > 4 * 30 and stepped == "True"
+    assert (tmp_path / "out.1").read_text() == "0 True"
