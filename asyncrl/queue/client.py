@@ -91,7 +91,7 @@ class Observer(BlockingClient):
         """Counts of the moment."""
         return expect(Status, self.ask(StatusRequest())[0], self._dialogue).status
 
-    def producerno_answer(self, name: str) -> None:
+    def producer_gone(self, name: str) -> None:
         """The supervisor saw producer ``name`` die: its tickets are issued again at once."""
         expect(Done, self.ask(ProducerGone(name=name))[0], self._dialogue)
 
