@@ -24,7 +24,7 @@ def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def write_summary(run_dir: RunDir, config: Config, status: QueueStatus | None, **facts: Any) -> dict[str, Any]:
+def write_summary(run_dir: RunDir, config: Config, counts: QueueStatus | None, **facts: Any) -> dict[str, Any]:
     """Writes and returns the summary; counts come from the queue's last status, rewards from the metrics."""
     metrics = read_metrics(run_dir)
     rewards = [m["reward_mean"] for m in metrics if m["reward_mean"] is not None]
@@ -37,14 +37,14 @@ def write_summary(run_dir: RunDir, config: Config, status: QueueStatus | None, *
         "engine": {"generator": config.generator.engine, "learner": config.learner.engine},
         "versions": _versions(),
     }
-    if status is not None:
+    if counts is not None:
         summary |= {
-            "admitted": status.admitted,
-            "trained": status.trained,
-            "dropped": dict(status.dropped),
-            "in_flight": status.in_flight,
-            "reissued": status.reissued,
-            "refused": dict(status.refused),
+            "admitted": counts.admitted,
+            "trained": counts.trained,
+            "dropped": dict(counts.dropped),
+            "in_flight": counts.in_flight,
+            "reissued": counts.reissued,
+            "refused": dict(counts.refused),
         }
     write_atomic(run_dir.summary, json.dumps(summary, indent=1))
     return summary
