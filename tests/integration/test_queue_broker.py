@@ -108,7 +108,7 @@ def test_tickets_of_a_killed_producer_process_are_issued_to_the_other(tmp_path: 
         kill(dying)
         # nobody told the queue: it notices the silence
         wait_for(lambda: "generator-1" not in observer.status().producers, timeout_s=4)
-        trained, accepted = asyncio.run(together(run_dir, consumer))
+        trained, _accepted = asyncio.run(together(run_dir, consumer))
         assert trained == list(range(20))
         assert observer.status().reissued == 3
         consumer.close()

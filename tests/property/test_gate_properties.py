@@ -30,7 +30,11 @@ class GateMachine(RuleBasedStateMachine):
     """Producers, a learner and a publisher that act in any order on one gate; a model beside it checks every trained group."""
 
     @initialize(
-        groups=st.integers(1, 6), staleness=st.integers(0, 4), window=st.integers(1, 8), every=st.integers(1, 4), producers=st.integers(1, 3)
+        groups=st.integers(1, 6),
+        staleness=st.integers(0, 4),
+        window=st.integers(1, 8),
+        every=st.integers(1, 4),
+        producers=st.integers(1, 3),
     )
     def start(self, groups: int, staleness: int, window: int, every: int, producers: int) -> None:
         every = min(every, staleness + 1)
@@ -90,7 +94,7 @@ class GateMachine(RuleBasedStateMachine):
 
     def lease(self) -> bool:
         step = self.gate.frontier().steps
-        live_before = {t for t in self.live_unleased()}
+        live_before = set(self.live_unleased())
         answer = self.gate.lease(step, self.incarnation, self.now_s)
         if isinstance(answer, Blocked):
             return False
@@ -133,7 +137,11 @@ class GateMachine(RuleBasedStateMachine):
         for _ in range(times):
             self.ask(self.names[which % len(self.names)])
 
-    @rule(which=st.integers(0, 2), positions=st.lists(st.integers(0, 20), min_size=1, max_size=10), signal=st.sampled_from([True, True, False]))
+    @rule(
+        which=st.integers(0, 2),
+        positions=st.lists(st.integers(0, 20), min_size=1, max_size=10),
+        signal=st.sampled_from([True, True, False]),
+    )
     def some_finish(self, which: int, positions: list[int], signal: bool) -> None:
         name = self.names[which % len(self.names)]
         for position in positions:
@@ -242,7 +250,7 @@ class GateMachine(RuleBasedStateMachine):
             oldest = min((issue.ticket for held in self.held.values() for issue in held), default=-1)
             for name in self.names:
                 while [issue for issue in self.held[name] if issue.ticket != oldest]:
-                    self.put(name, max(range(len(self.held[name])), key=lambda i: self.held[name][i].ticket), signal=True)  # noqa: B023
+                    self.put(name, max(range(len(self.held[name])), key=lambda i: self.held[name][i].ticket), signal=True)
                     moved = True
             if moved:
                 continue

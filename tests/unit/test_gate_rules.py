@@ -17,7 +17,9 @@ from asyncrl.trajectory import GroupMeta
 A, B = "generator-0", "generator-1"
 
 
-def options(groups: int, staleness: int, window: int = 1, every: int = 1, no_signal: str = "replace", budget: int = 64, **queue: Any) -> Config:
+def options(
+    groups: int, staleness: int, window: int = 1, every: int = 1, no_signal: str = "replace", budget: int = 64, **queue: Any
+) -> Config:
     algorithm = {"groups_per_step": groups, "no_signal": no_signal, "no_signal_budget_groups": budget}
     queue = {"max_staleness": staleness, "window": window, **queue}
     return Config.model_validate({"algorithm": algorithm, "queue": queue, "sync": {"every": every}})
@@ -252,11 +254,11 @@ def test_a_token_older_than_its_ticket_allows_is_refused_and_the_ticket_issued_a
     assert leased(gate, 0) == [0]
     gate.commit(0, 0)
     issue = ask(gate, 1)
-    with pytest.raises(VersionError, match="was issued to version 1.*met tokens of version 0"):
+    with pytest.raises(VersionError, match=r"was issued to version 1.*met tokens of version 0"):
         gate.finish(A, meta_of(issue, 0))
     again = ask(gate, 1)
     assert (again.ticket, again.attempt) == (1, 1)
-    with pytest.raises(VersionError, match="1 steps are committed.*version 2, which does not exist yet"):
+    with pytest.raises(VersionError, match=r"1 steps are committed.*version 2, which does not exist yet"):
         gate.finish(A, meta_of(again, 2))
 
 

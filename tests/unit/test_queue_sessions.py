@@ -1,0 +1,136 @@
+"""B56: numbers without a gap, repeats answered from memory, sizes checked by the sender."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from asyncrl.errors import PeerTimeout, QueueError, SchemaError, VersionError
+from asyncrl.queue.messages import PROTOCOL_VERSION, Done, Hello, Payloads, Put, Refused, Reply, Request, Role, StatusRequest
+from asyncrl.queue.sessions import Arrival, Session, Sessions
+from asyncrl.queue.store import PayloadStore
+from asyncrl.queue.wire import Dialogue, Envelope, checksum, decode_envelope, decode_request, encode
+
+HELLO = Hello(role=Role.PRODUCER)
+
+
+def envelope(sequence: int, sender: str = "generator-0") -> Envelope:
+    return Envelope(protocol=PROTOCOL_VERSION, run_id="r", sender=sender, sequence=sequence)
+
+
+def dialogue(limit: int = 1 << 20) -> Dialogue:
+    return Dialogue(endpoint="ipc:///q", run_id="r", sender="generator-0", max_message_bytes=limit)
+
+
+def test_b56_a_gap_in_the_numbers_is_an_error_and_uses_up_no_number() -> None:
+    session = Session("generator-0", b"a", HELLO)
+    assert session.arrive(1) is Arrival.NEW
+    with pytest.raises(QueueError, match="after 1 came 3: messages were lost"):
+        session.arrive(3)
+    assert session.arrive(2) is Arrival.NEW
+
+
+def test_b56_a_repeat_waits_with_the_first_or_gets_its_answer_again() -> None:
+    session = Session("generator-0", b"a", HELLO)
+    session.arrive(1)
+    assert session.arrive(1) is Arrival.WAITING
+    session.answer(1, [b"answer"])
+    assert session.arrive(1) is Arrival.REPEAT and session.kept(1) == [b"answer"]
+
+
+def test_b56_an_answer_with_payload_is_given_anew_and_not_kept() -> None:
+    session = Session("learner-0", b"a", HELLO)
+    session.arrive(1)
+    session.answer(1, [b"header", b"payload"])
+    assert session.arrive(1) is Arrival.REPEAT and session.kept(1) == []
+
+
+def test_b56_only_so_many_answers_are_kept() -> None:
+    session = Session("generator-0", b"a", HELLO)
+    for number in range(1, 67):
+        session.arrive(number)
+        session.answer(number, [b"x"])
+    assert session.arrive(3) is Arrival.REPEAT
+    with pytest.raises(QueueError, match="repeats number 2"):
+        session.arrive(2)
+
+
+def test_a_name_belongs_to_the_process_that_greeted_last() -> None:
+    sessions = Sessions()
+    with pytest.raises(QueueError, match="generator-0 is not known here"):
+        sessions.of(envelope(1), b"a")
+    sessions.open(envelope(0), b"a", HELLO)
+    assert sessions.greeted(envelope(0), b"a") and not sessions.greeted(envelope(0), b"b")
+    sessions.open(envelope(0), b"b", HELLO)
+    with pytest.raises(QueueError, match="another one has said hello as generator-0"):
+        sessions.of(envelope(1), b"a")
+    assert sessions.of(envelope(1), b"b").identity == b"b"
+    sessions.close("generator-0")
+    with pytest.raises(QueueError, match="not known"):
+        sessions.of(envelope(1), b"b")
+
+
+def test_b56_a_message_over_the_limit_is_refused_by_its_sender_and_uses_up_no_number() -> None:
+    talk = dialogue(limit=1 << 20)
+    put = Put(tickets=((0, 0),), checksums=(0,))
+    with pytest.raises(QueueError, match=r"queue.max_message_mib = 1 MiB \(1048576 bytes\); met 1048577 bytes") as caught:
+        talk.request(put, [bytes((1 << 20) + 1)])
+    assert caught.value.endpoint == "ipc:///q"
+    sequence, frames = talk.request(put, [bytes(1 << 20)])
+    assert sequence == 0 and len(frames[1]) == 1 << 20
+    talk.sent(sequence)
+    assert talk.request(StatusRequest())[0] == 1
+
+
+def test_a_refusal_becomes_the_error_that_it_names_and_an_unknown_one_a_queue_error() -> None:
+    talk = dialogue()
+    error = talk.refusal(Refused(kind="VersionError", message="too old"))
+    assert type(error) is VersionError and error.endpoint == "ipc:///q"
+    for kind in ("Exception", "Any", "no such class"):
+        assert type(talk.refusal(Refused(kind=kind, message="m"))) is QueueError
+    assert type(talk.refusal(Refused(kind="PeerTimeout", message="m"))) is PeerTimeout
+
+
+def test_fetched_payload_is_checked_against_its_announcement() -> None:
+    talk = dialogue()
+    with pytest.raises(SchemaError, match="announced 2 payloads and sent 1"):
+        talk.groups(Payloads(tickets=(1, 2), checksums=(0, 0)), [b"x"])
+    with pytest.raises(SchemaError, match=f"payload of ticket 1 has CRC-32 7; met {checksum(b'x')}"):
+        talk.groups(Payloads(tickets=(1,), checksums=(7,)), [b"x"])
+
+
+def test_bytes_damaged_in_the_store_are_found_when_fetched() -> None:
+    store, frame = PayloadStore(), bytearray(b"payload")
+    store.keep(3, frame, checksum(frame))
+    assert store.fetch([3]) == ([frame], [checksum(b"payload")])
+    frame[2] ^= 1
+    with pytest.raises(SchemaError, match="payload of ticket 3 had CRC-32"):
+        store.fetch([3])
+    store.forget(3)
+    store.forget(3)
+    with pytest.raises(QueueError, match=r"no payload of tickets \[3\]"):
+        store.fetch([3])
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize(
+    "frame", [b"", b"\xc1", b"\x80", b"not msgpack", msgspec.msgpack.encode([1, 2]), msgspec.msgpack.encode({"protocol": "1"})]
+)
+def test_frames_that_are_no_request_are_schema_errors(frame: bytes) -> None:
+    with pytest.raises(SchemaError):
+        decode_envelope(frame)
+    with pytest.raises(SchemaError):
+        decode_request(frame)
+
+
+def test_an_envelope_is_read_although_its_body_is_of_another_protocol() -> None:
+    frame = msgspec.msgpack.encode({"protocol": 99, "run_id": "r", "sender": "s", "sequence": 4, "body": {"type": "telepathy"}})
+    assert decode_envelope(frame) == Envelope(protocol=99, run_id="r", sender="s", sequence=4)
+    with pytest.raises(SchemaError, match="the body is one of the queue's requests"):
+        decode_request(frame)
+
+
+def test_requests_and_replies_survive_the_wire() -> None:
+    request = Request(protocol=PROTOCOL_VERSION, run_id="r", sender="s", sequence=1, body=Put(tickets=((5, 1),), checksums=(9,)))
+    assert decode_request(encode(request)) == request
+    assert dialogue().reply([encode(Reply(sequence=3, body=Done())), b"p"]) == (3, Done(), [b"p"])
