@@ -6,6 +6,8 @@ size is disjoint from training whatever the other options are.
 
 from __future__ import annotations
 
+import functools
+
 from asyncrl.config import TaskConfig
 from asyncrl.errors import ConfigError
 from asyncrl.tasks.order import Permutation, keyed_hash
@@ -20,7 +22,7 @@ COPY_DIGITS = 4
 
 
 class ListedPrompts:
-    """A set that is small enough to be a list.
+    """A set that is small enough to be a list; not to be changed, since generated ones are shared.
 
     Attributes:
         training, evaluation: disjoint lists of prompts.
@@ -55,25 +57,35 @@ def held_out(available: list[Prompt], wanted: int) -> list[Prompt]:
 
 def sums(task: TaskConfig) -> ListedPrompts:
     """Sums of two numbers from 10 to 99: 8100 prompts; a + b and b + a lie on the same side of the split."""
-    training: list[Prompt] = []
-    evaluation: list[Prompt] = []
-    for a, b in _shuffled_pairs(task.seed):
-        text = fill(task.template or SUMS_TEMPLATE, f"What is {a} + {b}?")
-        prompt = Prompt(prompt_id=f"sums/{a}+{b}", prompt=text, answer=str(a + b))
-        side = evaluation if is_held_out(f"{min(a, b)}+{max(a, b)}", task.seed) else training
-        side.append(prompt)
-    return ListedPrompts(training, evaluation)
+    return _sums(task.template or SUMS_TEMPLATE, task.seed)
 
 
 def copy_digits(task: TaskConfig) -> ListedPrompts:
     """Four digits and ``>``, to be repeated: 10 000 prompts. Ignoring the prompt gets one position in ten right."""
+    return _copy_digits(task.template, task.seed)
+
+
+@functools.lru_cache(maxsize=2)
+def _sums(template: str, seed: int) -> ListedPrompts:
     training: list[Prompt] = []
     evaluation: list[Prompt] = []
-    order = Permutation(10**COPY_DIGITS, "copy", task.seed)
+    for a, b in _shuffled_pairs(seed):
+        text = fill(template, f"What is {a} + {b}?")
+        prompt = Prompt(prompt_id=f"sums/{a}+{b}", prompt=text, answer=str(a + b))
+        side = evaluation if is_held_out(f"{min(a, b)}+{max(a, b)}", seed) else training
+        side.append(prompt)
+    return ListedPrompts(training, evaluation)
+
+
+@functools.lru_cache(maxsize=2)
+def _copy_digits(template: str, seed: int) -> ListedPrompts:
+    training: list[Prompt] = []
+    evaluation: list[Prompt] = []
+    order = Permutation(10**COPY_DIGITS, "copy", seed)
     for position in range(10**COPY_DIGITS):
         digits = f"{order.forward(position):0{COPY_DIGITS}d}"
-        prompt = Prompt(prompt_id=f"copy/{digits}", prompt=fill(task.template, f"{digits}>"), answer=digits)
-        side = evaluation if is_held_out(digits, task.seed) else training
+        prompt = Prompt(prompt_id=f"copy/{digits}", prompt=fill(template, f"{digits}>"), answer=digits)
+        side = evaluation if is_held_out(digits, seed) else training
         side.append(prompt)
     return ListedPrompts(training, evaluation)
 

@@ -18,12 +18,24 @@ from asyncrl.tasks.prompt import BadRow, Prompt
 __all__ = ["OrderedSource", "Permutation", "PromptSet", "keyed_hash"]
 
 _ROUNDS = 4
+_WORD = (1 << 64) - 1
 
 
 def keyed_hash(*parts: object) -> int:
     """64-bit hash of the parts, the same on every machine and Python version."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+
+
+def _scramble(key: int, number: int, value: int) -> int:
+    """The round function: splitmix64 of key, round and value, many times faster than a hash of text.
+
+    Source: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", 2014, mix64 variant 13.
+    """
+    word = key + 0x9E3779B97F4A7C15 * (value * _ROUNDS + number + 1) & _WORD
+    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    word = (word ^ word >> 27) * 0x94D049BB133111EB & _WORD
+    return word ^ word >> 31
 
 
 class Permutation:
@@ -64,11 +76,11 @@ class Permutation:
 
     def _mix(self, value: int, number: int) -> int:
         left, right = value >> self._half_bits, value & self._mask
-        return right << self._half_bits | (left ^ keyed_hash(self._key, number, right) & self._mask)
+        return right << self._half_bits | (left ^ _scramble(self._key, number, right) & self._mask)
 
     def _unmix(self, value: int, number: int) -> int:
         right, mixed = value >> self._half_bits, value & self._mask
-        return (mixed ^ keyed_hash(self._key, number, right) & self._mask) << self._half_bits | right
+        return (mixed ^ _scramble(self._key, number, right) & self._mask) << self._half_bits | right
 
 
 class PromptSet(Protocol):
