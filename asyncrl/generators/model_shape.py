@@ -42,17 +42,16 @@ class ModelShape:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
         model.tie_weights()
-        same: defaultdict[int, set[str]] = defaultdict(set)
+        same: defaultdict[int, list[str]] = defaultdict(list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            same[id(parameter)].add(name)
+            same[id(parameter)].append(name)
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
         head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
         return cls(
             shapes=shapes,
             tied=tuple(frozenset(group) for group in same.values() if len(group) > 1),
-            head=names.get(id(getattr(head, "weight", None)), ""),
-            embedding=names.get(id(getattr(embedding, "weight", None)), ""),
+            head=same.get(id(getattr(head, "weight", None)), [""])[0],
+            embedding=same.get(id(getattr(embedding, "weight", None)), [""])[0],
             dtype=dtype,
         )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from asyncrl.errors import EngineError
@@ -41,20 +42,28 @@ def span_api(llm_class: type) -> SpanApi:
     return CutSpans()
 
 
-async def wait_until_processed(llm: Any) -> None:
-    """Waits until every output that the engine sent before it paused has been counted on this side.
+async def wait_until_processed(llm: Any, running: Collection[str]) -> dict[str, int]:
+    """Waits until every output that the engine sent before it paused has been counted here; tokens by request id.
 
     The engine answers a pause after its last outputs, over the same ordered socket; they may still lie in the frontend's queue.
-    They are counted when its reader waits at the empty queue again.
+    They are counted when its reader waits at the empty queue again. A request in ``running`` that the frontend does not know is either
+    on its way in, with no token, or on its way out, with all of them: which, shows when it has arrived.
+
+    Args:
+        running: request ids of the adapter, a live view.
 
     Raises:
-        EngineError: the reader is not done within ``PROCESSED_TIMEOUT_S``.
+        EngineError: this takes longer than ``PROCESSED_TIMEOUT_S``.
     """
     queue: asyncio.Queue[Any] = llm.engine_core.outputs_queue
     deadline_s = time.monotonic() + PROCESSED_TIMEOUT_S
-    while acknowledged_tokens(llm) and not (queue.empty() and any(not getter.done() for getter in queue._getters)):  # type: ignore[attr-defined]
+    while True:
+        counts = acknowledged_tokens(llm)
+        idle = queue.empty() and any(not getter.done() for getter in queue._getters)  # type: ignore[attr-defined]
+        if (idle or not counts) and all(request_id in counts for request_id in running):
+            return counts
         if time.monotonic() > deadline_s:
-            raise EngineError(f"the outputs of a paused vLLM engine are processed within {PROCESSED_TIMEOUT_S:.0f} s; {queue.qsize()} wait")
+            raise EngineError(f"the outputs of a paused vLLM engine are counted within {PROCESSED_TIMEOUT_S:.0f} s; {queue.qsize()} wait")
         await asyncio.sleep(0.001)
 
 

@@ -189,8 +189,7 @@ class VllmEngine:
         try:
             # the cache goes in every mode: no prefix of an older version outlives the update
             await self._llm.pause_generation(mode="abort" if manifest.in_flight == "restart" else "keep", clear_cache=True)
-            await wait_until_processed(self._llm)
-            counts = acknowledged_tokens(self._llm)
+            counts = await wait_until_processed(self._llm, self._running.keys())
             await self._llm.collective_rpc("asyncrl_load_update", args=(msgspec.msgpack.encode(manifest),))
             await self._api.stamp(self._llm, manifest.version)
             for request_id, cuts in self._running.items():
