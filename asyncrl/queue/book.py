@@ -29,6 +29,7 @@ class Book:
         self.first_version = self.ledger.steps
         self.reissued = 0
         self.replaced_this_step = 0
+        self.stopping = False
         self._live: dict[int, GroupRecord] = {}  # insertion order is ticket order: tickets are admitted ascending
         self._settled: list[Settled] = []
         self._accepted: OrderedDict[int, int] = OrderedDict()
@@ -74,9 +75,12 @@ class Book:
         record.deadline_s = now_s + self.settings.ticket_deadline_s
 
     def fail(self, record: GroupRecord, reason: str) -> None:
-        """The present attempt failed: the ticket waits to be issued again, or is given up after ``max_attempts``."""
+        """The present attempt failed: the ticket waits to be issued again, or is given up after ``max_attempts``.
+
+        After a stop nothing is given up: attempts end because their generators do, and a resumed run issues the tickets again.
+        """
         record.reasons.append(f"attempt {record.attempt} at {record.producer}: {reason}")
-        if record.attempt + 1 >= self.settings.max_attempts:
+        if record.attempt + 1 >= self.settings.max_attempts and not self.stopping:
             self.drop(record, DropReason.DEAD_LETTER)
             return
         record.attempt += 1

@@ -64,7 +64,6 @@ class Gate:
     def __init__(self, settings: GateSettings, frontier: Frontier | None = None, incarnation: int = 0) -> None:
         self.settings = settings
         self.fleet = Fleet()
-        self.stopping = False
         self._book = Book(settings, frontier)
         self._admission = Admission(self._book)
         self._leasing = Leasing(self._book, incarnation)
@@ -92,7 +91,7 @@ class Gate:
             VersionError: the version fell, or is above the committed steps.
         """
         self.fleet.says(producer, version, self._book.ledger.steps)
-        if self.stopping:
+        if self._book.stopping:
             return Blocked(reason="the queue was stopped", ended=True)
         answer = self._admission.issue(producer, version, now_s)
         self._blocked_producer = f"{producer}: {answer.reason}" if isinstance(answer, Blocked) else ""
@@ -141,7 +140,7 @@ class Gate:
 
     def stop(self) -> None:
         """No ticket is issued from now on; a lease that cannot be filled says that no more will come."""
-        self.stopping = True
+        self._book.stopping = True
 
     # the learner
 
@@ -157,7 +156,7 @@ class Gate:
             ProcessDied: every producer is dead for longer than a restart takes.
             VersionError: in lockstep, nobody has the version that a ticket needs any more.
         """
-        answer = self._leasing.lease(step, incarnation, self.stopping)
+        answer = self._leasing.lease(step, incarnation, self._book.stopping)
         if isinstance(answer, LeaseGranted) or answer.ended:
             self._blocked_learner = ""
             return answer
@@ -199,7 +198,7 @@ class Gate:
             rewards=(self._acceptance.rewards_sum, self._acceptance.rewards_count),
             refused=refused or {},
             blocked=self._blocked(),
-            stopping=self.stopping,
+            stopping=self._book.stopping,
         )
 
     def _blocked(self) -> str:

@@ -152,15 +152,15 @@ class QueueService:
         return self.gate.status(dict(self.refused))
 
     def _tickets(self, sender: str, body: m.TicketRequest, now_s: float, call: Call) -> m.Tickets | None:
-        if not 1 <= body.max_tickets <= MAX_TICKETS:
-            raise QueueError(f"a request asks for 1 to {MAX_TICKETS} tickets; met {body.max_tickets}")
+        if body.max_tickets < 1:
+            raise QueueError(f"a request asks for 1 ticket or more; met {body.max_tickets}")
         version = body.version
         if call not in _FIRST:
             if not self.gate.fleet.knows(sender):
                 return m.Tickets(tickets=(), blocked=f"{sender} was taken for dead while it waited")
             version = max(version, self.gate.fleet.version(sender))
         tickets: list[m.Ticket] = []
-        while len(tickets) < body.max_tickets:
+        while len(tickets) < min(body.max_tickets, MAX_TICKETS):
             issue = self.gate.issue(sender, version, now_s)
             if isinstance(issue, Blocked):
                 return self._no_more(sender, version, tickets, issue, call)

@@ -450,6 +450,17 @@ def test_after_a_stop_ready_batches_are_leased_and_then_the_lease_says_ended() -
     assert gate.status().stopping and conserved(gate)
 
 
+def test_attempts_that_end_because_their_generators_stop_are_not_dead_letters() -> None:
+    gate = new_gate(2, 2, max_attempts=1)
+    held = [ask(gate, 0) for _ in range(3)]
+    gate.stop()
+    gate.fail(A, held[0].ticket, 0, "its generator was stopped")
+    gate.producer_gone(A, 1.0)
+    status = gate.status()
+    assert status.dropped == {} and status.in_flight == 3 and conserved(gate)
+    assert gate.frontier().low == 0
+
+
 def test_b51_a_learner_whose_producers_all_died_is_told_who_and_why_and_not_left_waiting() -> None:
     gate = new_gate(2, 1, dead_after_s=15.0)
     ask(gate, 0)

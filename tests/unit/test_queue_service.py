@@ -212,7 +212,7 @@ def test_requests_are_refused_to_the_wrong_role_and_to_an_older_start(tmp_path: 
         say(service, PRODUCER, m.Commit(step=0, incarnation=0))
     with pytest.raises(QueueError, match="TicketRequest is for a producer"):
         say(service, OBSERVER, m.TicketRequest(version=0, max_tickets=1, wait_s=0.0))
-    with pytest.raises(QueueError, match="1 to 256 tickets; met 0"):
+    with pytest.raises(QueueError, match="1 ticket or more; met 0"):
         say(service, PRODUCER, m.TicketRequest(version=0, max_tickets=0, wait_s=0.0))
     with pytest.raises(FencedError, match="incarnation 0; generator-9 is of 4"):
         service.greet("generator-9", m.Hello(role=m.Role.PRODUCER, incarnation=4), 0.0)
