@@ -393,7 +393,9 @@ def test_groups_without_signal_are_replaced_up_to_the_budget_and_then_keep_their
     status = gate.status()
     assert status.trained == 1 and status.dropped == {"no_signal": 4} and status.in_flight == 0
     # the step used three slots: the next index is 3, and the budget is there again
-    assert len(ask_all(gate, 0)) == 3
+    later = ask_all(gate, 0)
+    assert len(later) == 3
+    assert finish(gate, *later, rewards=equal) == ["no_signal", "no_signal", "accepted"]
     assert status.lag.consumed == {0: 6}
     assert status.rewards_sum == 4 * 2.0 + 1.0 and status.rewards_count == 10
 
