@@ -25,7 +25,7 @@ class Rig:
     """A real engine, and the models of every version it has been given. Version 0 is the model folder itself."""
 
     def __init__(self, folder, *, tied=False, **options):
-        generator = {"temperature": 1.0, "max_num_seqs": 32, "kv_cache_mib": 64, "device": "cpu", **options.pop("generator", {})}
+        generator = {"temperature": 1.0, "max_num_seqs": 32, "kv_cache_mib": 64, **options.pop("generator", {})}
         self.config = Config.model_validate({"generator": generator, "model": {"tied": tied}, **options})
         self.tied = tied
         self.model_dir = folder / "model"

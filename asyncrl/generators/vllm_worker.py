@@ -8,6 +8,7 @@ Source: engine notes, "Weight update on a live engine".
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -18,6 +19,14 @@ from asyncrl.sync.messages import TensorSpec, UpdateManifest
 from asyncrl.sync.transports import open_update
 
 __all__ = ["WeightLoader"]
+
+
+def _worth_telling(record: logging.LogRecord) -> bool:
+    """Rotary embeddings have no weights in a checkpoint, and a tied output head is rebuilt below; anything else not loaded is news."""
+    return not record.getMessage().startswith(("RotaryEmbedding: Failed", "ParallelLMHead: Failed"))
+
+
+logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_worth_telling)
 
 
 class WeightLoader:

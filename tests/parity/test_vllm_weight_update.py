@@ -53,6 +53,8 @@ def test_three_updates_in_a_row_land_in_mid_generation_and_each_segment_matches_
 
 
 def test_cuts_under_pause_give_the_same_spans_as_the_engine_itself(rig):
+    if rig.engine._api.name != "exact":
+        pytest.skip("this vLLM reports no versions to compare with")
     first = next_version(rig)
     rig.run(rig.update(first))
     exact, both = rig.engine._api, []
