@@ -30,6 +30,8 @@ def prepare_environment(config: Config) -> None:
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # what a killed engine leaves in shared memory is cleaned up with a warning, which would hide the last line that says why
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
 
 
 def engine_arguments(config: Config, model_dir: str) -> Any:
