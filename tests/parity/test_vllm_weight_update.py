@@ -10,8 +10,9 @@ import pytest
 
 vllm = pytest.importorskip("vllm")
 
-from asyncrl.generators.vllm_cut import CutSpans  # noqa: E402
 from vllm_support import Rig  # noqa: E402
+
+from asyncrl.generators.vllm_cut import CutSpans  # noqa: E402
 
 pytestmark = pytest.mark.real
 TOLERANCE = 1e-4
