@@ -183,7 +183,7 @@ def test_two_processes_under_one_name_are_told_apart(run_dir: RunDir) -> None:
             first.status()
 
 
-def test_a_second_broker_at_the_same_endpoint_ends_with_a_message(tmp_path: Path) -> None:
+def test_a_broker_that_cannot_bind_ends_with_a_message(tmp_path: Path) -> None:
     run_dir = new_run(tmp_path, task={"name": "copy"})
     facts = run_dir.read_facts()
     run_dir.write_facts(facts.model_copy(update={"queue_endpoint": "ipc:///no/such/folder/q"}))
