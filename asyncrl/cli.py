@@ -1,11 +1,11 @@
 """The ``asyncrl`` command.
 
-    asyncrl train recipe=tiny queue.max_staleness=4     compose, check, start, supervise
-    asyncrl train recipe=tiny --cfg job                 print the resolved options
-    asyncrl resume RUN [launch.steps=200]               continue from the newest checkpoint
-    asyncrl export RUN DIR                              write a Hugging Face folder
-    asyncrl eval MODEL task=sums …                      score a held-out set greedily
-    asyncrl config [GROUP]                              list options: meaning, unit, default, range
+asyncrl train recipe=tiny queue.max_staleness=4     compose, check, start, supervise
+asyncrl train recipe=tiny --cfg job                 print the resolved options
+asyncrl resume RUN [launch.steps=200]               continue from the newest checkpoint
+asyncrl export RUN DIR                              write a Hugging Face folder
+asyncrl eval MODEL task=sums …                      score a held-out set greedily
+asyncrl config [GROUP]                              list options: meaning, unit, default, range
 """
 
 from __future__ import annotations

@@ -46,6 +46,9 @@ RULES = (
     Rule("task.bad_rows", lambda c: c.task.name not in ("jsonl", "parquet"), "task.name generates its prompts"),
     Rule("task.dataset", lambda c: c.task.name != "reasoning_gym", "only task.name=reasoning_gym reads it"),
     Rule("task.dataset_args", lambda c: c.task.name != "reasoning_gym", "only task.name=reasoning_gym reads it"),
+    Rule(
+        "task.system", lambda c: c.task.name not in ("jsonl", "parquet") or bool(c.task.template), "only chat prompts take a system message"
+    ),
     Rule("model.tied", lambda c: c.model.path != "builtin:tiny-qwen3", "only builtin:tiny-qwen3 is built here"),
     Rule("model.seed", lambda c: c.model.path != "builtin:tiny-qwen3", "only builtin:tiny-qwen3 has random weights"),
     Rule("generator.kv_cache_mib", lambda c: c.generator.device == "cuda", "a CUDA replica uses generator.gpu_memory_utilization"),

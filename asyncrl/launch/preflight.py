@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.queue.settings import check_liveness
+from asyncrl.tasks import check_task
 
 __all__ = ["check_config", "check_model", "device_of", "num_gpus"]
 
@@ -32,7 +33,7 @@ def check_config(config: Config) -> None:
     _check_devices(config)
     _check_ports(config)
     _check_interpreter(config)
-    _check_prompt_file(config)
+    check_task(config)
 
 
 def check_model(config: Config, model_dir: Path) -> None:
@@ -114,8 +115,3 @@ def _check_interpreter(config: Config) -> None:
     python = config.generator.python
     if python and not os.access(python, os.X_OK):
         raise ConfigError(f"generator.python={python} is not an executable file")
-
-
-def _check_prompt_file(config: Config) -> None:
-    if config.task.name in ("jsonl", "parquet") and not Path(config.task.path).is_file():
-        raise ConfigError(f"task.path={config.task.path!r} is not a file: task.name={config.task.name} reads its prompts there")

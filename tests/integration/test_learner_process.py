@@ -83,28 +83,30 @@ def running(run_dir: RunDir, ranks: int = 1) -> Iterator[dict[str, subprocess.Po
         yield processes
     finally:
         ended.set()
+        sampler.join(30)
         for process in processes.values():
             process.kill()
             process.wait(10)
-        sampler.join(30)
 
 
 async def sample(run_dir: RunDir, ended: threading.Event) -> None:
-    """Random answers to every ticket, under the newest version that the queue knows."""
+    """Random answers to every ticket, under the newest version that the queue knows; ends with the queue."""
     config, facts = run_dir.read_config(), run_dir.read_facts()
     rng = np.random.default_rng(facts.incarnation)
+    producer = await Producer.connect(config, facts, "generator-0")
+    observer = Observer.connect(config, facts, "watcher")
     try:
-        producer = await Producer.connect(config, facts, "generator-0")
-        with Observer.connect(config, facts, "watcher") as observer:
-            while not ended.is_set():
-                version = observer.status().step
-                await producer.heartbeat(version, {}, 0)
-                found = await producer.tickets(version, 4, 0.2)
-                if found.tickets:
-                    await producer.put([group_for(ticket, version, facts.incarnation, rng) for ticket in found.tickets])
-        await producer.close()
+        while not ended.is_set():
+            version = observer.status().step
+            await producer.heartbeat(version, {}, 0)
+            found = await producer.tickets(version, 4, 0.2)
+            if found.tickets:
+                await producer.put([group_for(ticket, version, facts.incarnation, rng) for ticket in found.tickets])
     except AsyncRLError:  # the queue was taken down with the rest
         return
+    finally:
+        observer.close()
+        await producer.close()
 
 
 def group_for(ticket: Ticket, version: int, incarnation: int, rng: np.random.Generator) -> TrajectoryGroup:

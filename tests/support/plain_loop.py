@@ -71,7 +71,7 @@ def sample(llm, tokenizer, config, prompt, ticket, reward):
         made.append((list(output.token_ids), logprobs, reward.score(prompt, output.text)[0]))
     rewards = np.array([r for _, _, r in made], dtype=np.float64)
     centered = rewards - rewards.mean()
-    spread = np.sqrt((centered**2).mean())
+    spread = np.sqrt((centered**2).sum() / (len(rewards) - 1))
     advantages = centered / spread if rewards.max() != rewards.min() else np.zeros(len(rewards))
     for sibling, ((tokens, logprobs, score), advantage) in enumerate(zip(made, advantages, strict=True)):
         trajectory = Trajectory.checked(

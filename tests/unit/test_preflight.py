@@ -23,7 +23,7 @@ def no_gpu(monkeypatch):
         (["learner.micro_batch_tokens=64"], "less than one response"),
         (["learner.device=cuda"], "learner.device is cuda, but this machine shows no NVIDIA GPU"),
         (["generator.python=/nowhere/python"], "not an executable"),
-        (["task=copy", "task.name=jsonl", "task.path=/nowhere.jsonl"], "not a file"),
+        (["task=copy", "task.name=jsonl", "task.path=/nowhere.jsonl"], "nowhere.jsonl"),
         (["queue=lockstep", "sync.every=2"], "lockstep needs sync.every=1"),
     ],
 )
