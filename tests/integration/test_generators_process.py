@@ -101,10 +101,13 @@ class Run:
 
     def close(self):
         self.publisher.close()
-        for process in self.processes.values():
-            if process.poll() is None:
+        for process in reversed(self.processes.values()):
+            process.terminate()
+            try:
+                process.wait(15)
+            except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                process.wait()
 
 
 @pytest.fixture
