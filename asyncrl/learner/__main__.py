@@ -15,9 +15,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
+
+if TYPE_CHECKING:
+    from asyncrl.learner.engine import Engine
 
 log = logging.getLogger("asyncrl.learner")
 DEFAULT_HIDDEN_SIZE = 1024
@@ -77,9 +81,7 @@ def main() -> int:
 
 
 def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: StopSignal, version: Version) -> None:
-    from asyncrl.learner.checkpoint import read_manifest
     from asyncrl.learner.control import Control
-    from asyncrl.learner.engine import EngineRegistry, EngineSpec
     from asyncrl.learner.export import export_checkpoint
     from asyncrl.learner.outlets import RunOutlets
     from asyncrl.learner.pool import Pool
@@ -88,14 +90,7 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
 
     _open_group(config, facts, rank)
     control = Control(rank, config.learner.ranks, config.launch.stall_timeout_s)
-    kind = EngineRegistry.find(model_type="language_model", backend=config.learner.engine, device=facts.learner_device)
-    engine = kind(EngineSpec(model_dir=facts.model_dir, dtype=config.model.dtype, device=facts.learner_device, learner=config.learner))
-    log.info("loading %s", facts.model_dir)
-    engine.initialize()
-    step = 0
-    if facts.checkpoint:
-        engine.load(Path(facts.checkpoint))
-        step = read_manifest(Path(facts.checkpoint)).step
+    engine, step = _engine(config, facts)
     version.version = step
     log.info("ready at step %d on %s", step, facts.learner_device)
     if control.any(stop.received):
@@ -123,6 +118,22 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
         export_checkpoint(run_dir, run_dir.export)
         log.info("exported to %s", run_dir.export)
     control.barrier()
+
+
+def _engine(config: Config, facts: RunFacts) -> tuple[Engine, int]:
+    """The engine with its starting weights, and how many training steps they contain."""
+    from asyncrl.learner.checkpoint import read_manifest
+    from asyncrl.learner.engine import EngineRegistry, EngineSpec
+
+    kind = EngineRegistry.find(model_type="language_model", backend=config.learner.engine, device=facts.learner_device)
+    engine = kind(EngineSpec(model_dir=facts.model_dir, dtype=config.model.dtype, device=facts.learner_device, learner=config.learner))
+    log.info("loading %s", facts.model_dir)
+    engine.initialize()
+    if not facts.checkpoint:
+        return engine, 0
+    manifest = read_manifest(Path(facts.checkpoint))
+    engine.load(Path(facts.checkpoint))
+    return engine, manifest.step
 
 
 def _open_group(config: Config, facts: RunFacts, rank: int) -> None:

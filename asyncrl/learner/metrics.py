@@ -54,21 +54,15 @@ class StepMetrics:
         """Metrics of the step that was just committed; ``step`` counts it in."""
         trained = [meta for meta in groups if meta.ticket in plan.sizes]
         rewards = [reward for meta in trained for reward in meta.rewards_N]
-        tokens, num_tokens = sum(lag * n for lag, n in staleness.items()), sum(staleness.values())
-        reward_mean = self._reward_mean(status, rewards)
         sampled_s = max(clock.now_s - self._last_s, 1e-9)
         sampled, self._generator_tokens = status.generator_tokens - self._generator_tokens, status.generator_tokens
         self._last_s = clock.now_s
         return {
             "step": plan.step + 1,
             "policy_version": plan.step + 1,
-            "reward_mean": reward_mean,
+            "reward_mean": self._reward_mean(status, rewards),
             "trained_reward_mean": sum(rewards) / len(rewards) if rewards else None,
-            "staleness_mean": tokens / num_tokens if num_tokens else 0.0,
-            "staleness_max": max(staleness, default=0),
-            "staleness_hist": staleness,
-            "lag_in_flight": dict(status.lag.in_flight),
-            "lag_queued": dict(status.lag.queued),
+            **_lags(staleness, status),
             "trained_groups": len(trained),
             "skipped_groups": len(plan.skipped),
             "trained_tokens": plan.tokens,
@@ -105,3 +99,15 @@ class StepMetrics:
             return None
         self._window.append(mean)
         return mean
+
+
+def _lags(staleness: dict[int, int], status: QueueStatus) -> dict[str, Any]:
+    """The lag histograms in tokens, and mean and maximum of the trained one."""
+    num_tokens = sum(staleness.values())
+    return {
+        "staleness_mean": sum(lag * tokens for lag, tokens in staleness.items()) / num_tokens if num_tokens else 0.0,
+        "staleness_max": max(staleness, default=0),
+        "staleness_hist": staleness,
+        "lag_in_flight": dict(status.lag.in_flight),
+        "lag_queued": dict(status.lag.queued),
+    }
