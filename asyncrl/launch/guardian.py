@@ -42,6 +42,7 @@ def ray_environment(scratch: Path, own_head: bool) -> None:
     """Settings that Ray reads at import: quiet, and for a head of its own a token that only this run knows."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 would starve the real processes beside anything else
     if not own_head or "RAY_AUTH_MODE" in os.environ:  # what the user has set stays
         return
     token = scratch / "ray-token"

@@ -3,7 +3,8 @@
     launcher ── stdin pipe ──▶ reaper ── own session ──▶ process ──▶ engine children
 
 The reaper adopts every orphan below it (Linux child subreaper). It ends them all when the process
-exits, when the launcher's pipe closes because the launcher died, or after SIGTERM and a grace.
+exits, when the launcher's pipe closes because the launcher died, or after SIGTERM and a grace. Shared-memory
+segments that a killed process had mapped are removed once nobody maps them any more.
 
     python -m asyncrl.launch.reaper GRACE_S LOG_FILE COMMAND …
 """
@@ -22,6 +23,8 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+SEGMENTS = "/dev/shm/psm_"
+LOOK_EVERY_S = 2.0
 LAUNCHER_LOST = 75  # EX_TEMPFAIL
 
 
@@ -40,6 +43,24 @@ def descendants(root: int) -> list[int]:
         found += below
         todo += below
     return found
+
+
+def mapped_segments(pid: int) -> set[str]:
+    """Shared-memory segments of Python's own naming that a process has mapped."""
+    with contextlib.suppress(OSError):
+        lines = (Path("/proc") / str(pid) / "maps").read_text().splitlines()
+        return {path for line in lines if (path := line.partition("/")[1] + line.partition("/")[2]).startswith(SEGMENTS)}
+    return set()
+
+
+def remove_segments(segments: set[str]) -> None:
+    """Removes the segments that no living process maps."""
+    if not segments:
+        return
+    living = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    in_use = set().union(*(mapped_segments(pid) for pid in living))
+    for path in segments - in_use:
+        Path(path).unlink(missing_ok=True)
 
 
 def kill_all(root: int, deadline_s: float = 5.0) -> None:
@@ -87,14 +108,19 @@ def main(arguments: list[str]) -> int:
             preexec_fn=_die_with_parent,
         )
     print(child.pid, flush=True)
-    code = _watch(child.pid, asked, grace_s)
+    segments: set[str] = set()
+    code = _watch(child.pid, asked, grace_s, segments)
     kill_all(os.getpid())
+    remove_segments(segments)
     return code if code >= 0 else 128 - code
 
 
-def _watch(pid: int, asked: list[float], grace_s: float) -> int:
-    forwarded = False
+def _watch(pid: int, asked: list[float], grace_s: float, segments: set[str]) -> int:
+    forwarded, look_s = False, 0.0
     while True:
+        if time.monotonic() >= look_s:
+            look_s = time.monotonic() + LOOK_EVERY_S
+            segments.update(*(mapped_segments(child) for child in descendants(os.getpid())))
         codes = reap()
         if pid in codes:
             return codes[pid]

@@ -91,7 +91,7 @@ def _number(value: float | None, form: str) -> str:
 
 def _who_waits(status: QueueStatus) -> str:
     if status.blocked:
-        return f"generators ({status.blocked})"
+        return status.blocked
     if status.leased == 0 and status.generating:
         return f"learner for {status.generating} groups being sampled"
     return "nobody"

@@ -90,3 +90,17 @@ def test_a_killed_reaper_leaves_no_process_in_the_group(launcher):
     launcher._reaper.kill()
     assert wait_for(lambda: not alive(pid))
     assert launcher.state().exit_code == 128 + signal.SIGKILL
+
+
+def test_shared_memory_of_a_killed_process_is_removed(launcher):
+    make = (
+        "from multiprocessing import shared_memory as m, resource_tracker as t; s = m.SharedMemory(create=True, size=4096); "
+        "t.unregister(s._name, 'shared_memory'); print(s.name, flush=True); time.sleep(600)"
+    )
+    pid, _ = start(launcher, make)
+    assert wait_for(lambda: len(launcher.log.read_text().split()) == 2)
+    segment = f"/dev/shm/{launcher.log.read_text().split()[1]}"
+    time.sleep(2.5)  # the reaper looks every two seconds
+    os.kill(pid, signal.SIGKILL)
+    assert os.path.exists(segment)
+    assert wait_for(lambda: not os.path.exists(segment))

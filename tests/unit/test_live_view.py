@@ -46,7 +46,7 @@ def test_elsewhere_each_step_is_one_plain_line():
     view.update("", {**METRICS, "step": 4}, None)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
-    assert lines[0].endswith("waits: generators (version 3 + staleness 2 reached)")
+    assert lines[0].endswith("waits: version 3 + staleness 2 reached")
 
 
 def test_off_shows_nothing_but_what_is_said():
