@@ -55,7 +55,6 @@ def engine_arguments(config: Config, model_dir: str) -> Any:
         logprobs_mode="processed_logprobs",
         worker_extension_cls=WORKER_EXTENSION,
         disable_log_stats=True,
-        distributed_executor_backend="uni",
         **place,
     )
 
