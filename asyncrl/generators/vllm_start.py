@@ -16,6 +16,7 @@ from asyncrl.generators.engine import SampleRequest
 __all__ = ["engine_arguments", "prepare_environment", "sampling_parameters"]
 
 MIN_BATCHED_TOKENS = 4096
+CPU_BLOCK_TOKENS = 32  # the least that its attention takes
 WORKER_EXTENSION = "asyncrl.generators.vllm_worker.WeightLoader"
 
 
@@ -41,7 +42,8 @@ def engine_arguments(config: Config, model_dir: str) -> Any:
     generator = config.generator
     # vLLM rewinds the random state of a seeded request whose prompt it splits over steps; a CPU generator cannot be rewound
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, _context_tokens(config, model_dir))}
-    place: dict[str, Any] = {"kv_cache_memory_bytes": generator.kv_cache_mib << 20, **whole_prompts}
+    # only whole blocks of a prompt are shared between siblings; vLLM's default on a CPU is longer than many prompts
+    place: dict[str, Any] = {"kv_cache_memory_bytes": generator.kv_cache_mib << 20, "block_size": CPU_BLOCK_TOKENS, **whole_prompts}
     if _on_cuda(config):
         place = {"gpu_memory_utilization": generator.gpu_memory_utilization}
     return AsyncEngineArgs(

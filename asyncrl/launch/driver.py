@@ -19,7 +19,7 @@ from typing import Any
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import AsyncRLError, ProcessDied
 from asyncrl.launch import processes
-from asyncrl.launch.evaluation import evaluate_ends
+from asyncrl.launch.evaluation import evaluate_ends, finish
 from asyncrl.launch.head import Head
 from asyncrl.launch.summary import write_summary
 from asyncrl.launch.supervisor import Exit, ProcessSpec, Supervisor
@@ -66,7 +66,8 @@ class Driver:
                 supervisor = Supervisor(head.ray, self._facts.run_id, self._run_dir.logs, self._config.launch.stop_grace_s)
                 try:
                     outcome, message = self._supervised(supervisor)
-                    if outcome == "finished":
+                    if outcome == "finished" and self._config.launch.export:
+                        self._export(supervisor)
                         evaluations = self._evaluate(supervisor)
                 finally:
                     supervisor.kill_all()
@@ -136,8 +137,15 @@ class Driver:
         except AsyncRLError as error:
             self._view.say(f"the orderly stop was cut short: {error}")
 
+    def _export(self, supervisor: Supervisor) -> None:
+        """The learner exports when it ends by itself; a run that was ended by its time limit is exported here."""
+        if (self._run_dir.export / "config.json").exists() or self._run_dir.latest_checkpoint() is None:
+            return
+        self._view.update("exporting the newest checkpoint", None, None)
+        finish(supervisor, processes.export(self._run_dir, self._config))
+
     def _evaluate(self, supervisor: Supervisor) -> dict[str, float]:
-        if not (self._config.task.eval_size and self._config.launch.export):
+        if not self._config.task.eval_size or not (self._run_dir.export / "config.json").exists():
             return {}
         self._view.update(f"scoring {self._config.task.eval_size} held-out prompts before and after", None, None)
         return evaluate_ends(supervisor, self._run_dir, self._config, self._facts, lambda: bool(self._signal))

@@ -8,7 +8,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.launch.supervisor import ProcessSpec
 
-__all__ = ["evaluation", "generators", "learners", "queue"]
+__all__ = ["evaluation", "export", "generators", "learners", "queue"]
 
 
 def queue(run_dir: RunDir) -> ProcessSpec:
@@ -43,6 +43,12 @@ def generators(run_dir: RunDir, config: Config, facts: RunFacts) -> list[Process
         )
         for i in range(config.generator.replicas)
     ]
+
+
+def export(run_dir: RunDir, config: Config) -> ProcessSpec:
+    """Writes the newest checkpoint as a Hugging Face folder, for a run that was ended before its learner could."""
+    command = (sys.executable, "-m", "asyncrl", "export", str(run_dir.path), str(run_dir.export))
+    return ProcessSpec(name="export", command=command, environment=_environment(config.learner.threads))
 
 
 def evaluation(run_dir: RunDir, config: Config, facts: RunFacts, name: str, model: str) -> ProcessSpec:

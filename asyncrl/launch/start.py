@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -51,6 +52,7 @@ def prepare_resume(run_dir: RunDir, config: Config) -> RunDir:
     check_config(config)
     checkpoint = run_dir.latest_checkpoint()
     model_dir = prepare_model(config.model, model_cache())
+    shutil.rmtree(run_dir.export, ignore_errors=True)
     run_dir.write_config(config)
     run_dir.write_facts(_facts(config, old.run_id, old.incarnation + 1, model_dir, checkpoint))
     return run_dir

@@ -114,7 +114,8 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
     finally:
         source.close()
         outlets.close()
-    if rank == 0 and config.launch.export and run_dir.latest_checkpoint() is not None:
+    # a stop has its deadline: the checkpoint is what counts, `asyncrl export` makes the folder later
+    if rank == 0 and config.launch.export and not stop.received and run_dir.latest_checkpoint() is not None:
         export_checkpoint(run_dir, run_dir.export)
         log.info("exported to %s", run_dir.export)
     control.barrier()
