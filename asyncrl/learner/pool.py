@@ -211,7 +211,7 @@ class Pool:
             log.warning("an optimizer step of training step %d was skipped: %s", self.step, reason)
         reached = self._report(plan, result, leased, committed, train_s)
         last = self._control.any(reached) or self.step >= self._config.launch.steps
-        if not last and self.step % self._config.sync.every == 0:
+        if not last and self.step % self._config.sync.every == 0 and not self._asked():  # nobody samples after a stop
             self._outlets.publish(self.step)
         every = self._config.launch.checkpoint_every
         if every and self.step % every == 0:
