@@ -14,7 +14,7 @@ if [ -f "$venv/.asyncrl-setup" ] && [ "$(cat "$venv/.asyncrl-setup")" = "$stamp"
 
 echo "setup: building $venv for $kind; this downloads about 1 GB on a CPU host, several on a GPU host"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 if [ "$kind" = cpu ]; then
   # A +cpu build is on no package registry: a local wheel directory may hold it, PyTorch's own index does.
   pip install --no-deps "torch==2.13.0+cpu" 2>/dev/null ||

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_an_unknown_builtin_lists_the_known_ones(tmp_path: Path) -> None:
 
 def test_a_model_that_cannot_be_made_shows_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('this torch is broken')")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(models.__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(models.__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}")
     cache = tmp_path / "cache"
     with pytest.raises(EngineError, match=r"exit code 1: .*this torch is broken"):
         prepare_model(ModelConfig(), cache)
@@ -96,7 +97,7 @@ def test_a_model_that_cannot_be_made_shows_why_and_leaves_nothing(tmp_path: Path
 
 def test_a_build_past_its_deadline_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(models.__file__).parents[2]}")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(models.__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setattr(models, "BUILD_TIMEOUT_S", 2.0)
     with pytest.raises(EngineError, match="took more than 2 s and was ended"):
         prepare_model(ModelConfig(), tmp_path / "cache")
