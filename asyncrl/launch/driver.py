@@ -1,6 +1,6 @@
 """The driver: starts a prepared run, watches it, ends it in order.
 
-    guardian (Ray head) → queue → learner ranks and generators → watch → stop: generators, learner, queue → guardian
+    guardian (Ray head) → generators, learner ranks, queue → watch → stop: generators, learner, queue → guardian
 
 Consumes launcher states, queue status and metrics; produces the live view and summary.json. It waits for the
 learner to finish; a generator that dies is started again, any other death ends the run with a message that
@@ -78,14 +78,14 @@ class Driver:
     def _supervised(self, supervisor: Supervisor) -> tuple[str, str]:
         observer: Observer | None = None
         try:
-            supervisor.start(processes.queue(self._run_dir))
-            observer = Observer.connect(self._config, self._facts, "driver", QUEUE_START_S)
-            specs = processes.learners(self._run_dir, self._config, self._facts)
-            specs += processes.generators(self._run_dir, self._config, self._facts)
-            for spec in specs:
+            # the slowest to come up first; each waits for the others by itself
+            specs = processes.generators(self._run_dir, self._config, self._facts)
+            specs += processes.learners(self._run_dir, self._config, self._facts)
+            for spec in [*specs, processes.queue(self._run_dir)]:
                 self._specs[spec.name] = spec
                 supervisor.start(spec)
             self._view.update(f"starting {', '.join(self._specs)}", None, None)
+            observer = Observer.connect(self._config, self._facts, "driver", QUEUE_START_S)
             return self._watch(supervisor, observer)
         except ProcessDied as error:
             return "failed", str(error)

@@ -58,5 +58,8 @@ def _lag(book: Book, leasing: Leasing, fleet: Fleet) -> LagHistogram:
     for record in book.live():
         if record.finished and record.meta is not None:
             queued.update({step - version: tokens for version, tokens in record.meta.tokens_by_version.items()})
-    in_flight = {step - version: tokens for version, tokens in fleet.in_flight().items()}
+    # a heartbeat may be older than the groups that were put since: what no ticket can hold any more is not in flight
+    held = [record.version for record in book.live() if record.state is GroupState.GENERATING]
+    oldest = min(held, default=step + 1)
+    in_flight = {step - version: tokens for version, tokens in fleet.in_flight().items() if version >= oldest}
     return LagHistogram(consumed=leasing.lag_consumed, in_flight=in_flight, queued=dict(sorted(queued.items())))
