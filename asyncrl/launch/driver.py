@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from asyncrl.config.run_dir import RunDir
-from asyncrl.errors import AsyncRLError, ProcessDied
+from asyncrl.errors import AsyncRLError, PeerTimeout, ProcessDied
 from asyncrl.launch import processes
 from asyncrl.launch.evaluation import evaluate_ends, finish
 from asyncrl.launch.head import Head
@@ -32,6 +32,7 @@ __all__ = ["Driver"]
 
 POLL_S = 0.25
 QUEUE_START_S = 60.0
+QUEUE_TRY_S = 5.0
 
 
 class Driver:
@@ -85,7 +86,7 @@ class Driver:
                 self._specs[spec.name] = spec
                 supervisor.start(spec)
             self._view.update(f"starting {', '.join(self._specs)}", None, None)
-            observer = Observer.connect(self._config, self._facts, "driver", QUEUE_START_S)
+            observer = self._connect(supervisor)
             return self._watch(supervisor, observer)
         except ProcessDied as error:
             return "failed", str(error)
@@ -93,6 +94,18 @@ class Driver:
             self._stop(supervisor, observer)
             if observer is not None:
                 observer.close()
+
+    def _connect(self, supervisor: Supervisor) -> Observer:
+        """The queue's client; a process that died while the queue came up is named at once."""
+        end = time.monotonic() + QUEUE_START_S
+        while True:
+            try:
+                return Observer.connect(self._config, self._facts, "driver", QUEUE_TRY_S)
+            except PeerTimeout:
+                for exit_ in sorted(supervisor.poll(), key=_cause_first):
+                    raise ProcessDied(_death(exit_), process=exit_.name) from None
+                if time.monotonic() > end:
+                    raise
 
     def _watch(self, supervisor: Supervisor, observer: Observer) -> tuple[str, str]:
         watch = Watch(self._run_dir, self._config, self._started_s)
@@ -112,7 +125,7 @@ class Driver:
         return "stopped", f"asked to stop by {signal.Signals(self._signal).name}"
 
     def _on_exit(self, exit_: Exit, supervisor: Supervisor, observer: Observer) -> None:
-        text = f"{exit_.name} died ({exit_.reason}); its last line: {exit_.last_line or 'none'}"
+        text = _death(exit_)
         if not exit_.name.startswith("generator"):
             raise ProcessDied(text, process=exit_.name)
         self._restarts[exit_.name] += 1
@@ -174,6 +187,10 @@ class Driver:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
+
+
+def _death(exit_: Exit) -> str:
+    return f"{exit_.name} died ({exit_.reason}); its last line: {exit_.last_line or 'none'}"
 
 
 def _cause_first(exit_: Exit) -> tuple[bool, bool, str]:
