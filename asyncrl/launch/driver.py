@@ -10,14 +10,16 @@ which gate was shut.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncrl.config.run_dir import RunDir
-from asyncrl.errors import AsyncRLError, PeerTimeout, ProcessDied
+from asyncrl.errors import AsyncRLError, PeerTimeout, ProcessDied, StopRequested
 from asyncrl.launch import processes
 from asyncrl.launch.evaluation import evaluate_ends, finish
 from asyncrl.launch.head import Head
@@ -33,6 +35,8 @@ __all__ = ["Driver"]
 POLL_S = 0.25
 QUEUE_START_S = 60.0
 QUEUE_TRY_S = 5.0
+QUEUE_STOP_S = 1.0
+R = TypeVar("R")
 
 
 class Driver:
@@ -55,6 +59,7 @@ class Driver:
         self._status: QueueStatus | None = None
         self._started_s = time.monotonic()
         self._specs: dict[str, ProcessSpec] = {}
+        self._stop_failures: list[str] = []
 
     def run(self) -> int:
         """Starts, watches, stops. Returns 0 when the run finished, 128 + signal when asked to stop, 1 when it failed."""
@@ -62,21 +67,23 @@ class Driver:
         self._view.say(f"run directory {self._run_dir.path}")
         evaluations: dict[str, float] = {}
         try:
-            with Head(self._run_dir, self._facts.run_id) as head:
+            with Head(self._run_dir, self._facts.run_id, self._asked_to_stop) as head:
                 self._listen()  # joining Ray put its own handler of SIGTERM in place
                 supervisor = Supervisor(head.ray, self._facts.run_id, self._run_dir.logs, self._config.launch.stop_grace_s)
                 try:
-                    outcome, message = self._supervised(supervisor)
+                    outcome, message = self._supervised(supervisor, head)
                     if outcome == "finished" and self._config.launch.export:
                         self._export(supervisor)
                         evaluations = self._evaluate(supervisor)
                 finally:
                     supervisor.kill_all()
+        except StopRequested as error:
+            outcome, message = "stopped", str(error)
         except AsyncRLError as error:
             outcome, message = "failed", str(error)
         return self._finish(outcome, message, evaluations)
 
-    def _supervised(self, supervisor: Supervisor) -> tuple[str, str]:
+    def _supervised(self, supervisor: Supervisor, head: Head) -> tuple[str, str]:
         observer: Observer | None = None
         try:
             # the slowest to come up first; each waits for the others by itself
@@ -87,7 +94,7 @@ class Driver:
                 supervisor.start(spec)
             self._view.update(f"starting {', '.join(self._specs)}", None, None)
             observer = self._connect(supervisor)
-            return self._watch(supervisor, observer)
+            return self._watch(supervisor, observer, head)
         except ProcessDied as error:
             return "failed", str(error)
         finally:
@@ -104,12 +111,16 @@ class Driver:
             except PeerTimeout:
                 for exit_ in sorted(supervisor.poll(), key=_cause_first):
                     raise ProcessDied(_death(exit_), process=exit_.name) from None
+                if self._signal:
+                    raise StopRequested("asked to stop while the queue came up") from None
                 if time.monotonic() > end:
                     raise
 
-    def _watch(self, supervisor: Supervisor, observer: Observer) -> tuple[str, str]:
+    def _watch(self, supervisor: Supervisor, observer: Observer, head: Head) -> tuple[str, str]:
         watch = Watch(self._run_dir, self._config, self._started_s)
         while not self._signal:
+            if not head.alive():
+                raise ProcessDied("the guardian died, and the Ray head with it", process="guardian")
             for exit_ in sorted(supervisor.poll(), key=_cause_first):
                 if exit_.name.startswith("learner") and exit_.code == 0:
                     continue
@@ -117,7 +128,7 @@ class Driver:
             self._status = watch.observe(observer, supervisor) or self._status
             self._view.update("starting", watch.metrics, self._status)
             if not any(name.startswith("learner") for name in supervisor.running):
-                return "finished", watch.ending()
+                return watch.ending()
             over = watch.over(self._status)
             if over:
                 return over
@@ -136,34 +147,45 @@ class Driver:
         supervisor.start(self._specs[exit_.name])
 
     def _stop(self, supervisor: Supervisor, observer: Observer | None) -> None:
-        """From source to sink: no more tickets, generators end, the learner checkpoints and ends, the queue last."""
+        """No more tickets; generators end and the learner checkpoints; the queue last."""
         if observer is None or "queue" not in supervisor.running:
             return
+        self._ask(observer.stop)
+        workers = [name for name in supervisor.running if name != "queue"]
+        supervisor.terminate(workers)
+        exits = supervisor.wait(workers, self._config.launch.stop_grace_s)
+        self._stop_failures = [_death(exit_) for exit_ in exits if exit_.name.startswith("learner") and exit_.code != 0]
+        late = sorted(supervisor.running - {"queue"})
+        self._stop_failures += [f"{name} did not end within launch.stop_grace_s and was killed" for name in late]
+        self._status = self._ask(observer.status) or self._status
+        self._ask(lambda: observer.stop(exit=True))
+        supervisor.wait(["queue"], QUEUE_STOP_S)
+        supervisor.kill_all()
+
+    def _ask(self, request: Callable[[], R]) -> R | None:
+        """What a queue that is being stopped answers; its silence costs nobody else the stop."""
         try:
-            observer.stop()
-            workers = [name for name in supervisor.running if name != "queue"]
-            supervisor.terminate(workers)
-            supervisor.wait(workers, self._config.launch.stop_grace_s)
-            self._status = observer.status()
-            observer.stop(exit=True)
-            supervisor.wait(["queue"], 2.0)
+            return request()
         except AsyncRLError as error:
-            self._view.say(f"the orderly stop was cut short: {error}")
+            self._view.say(f"the queue did not answer at the stop: {error}")
+            return None
 
     def _export(self, supervisor: Supervisor) -> None:
         """The learner exports when it ends by itself; a run that was ended by its time limit is exported here."""
         if (self._run_dir.export / "config.json").exists() or self._run_dir.latest_checkpoint() is None:
             return
         self._view.update("exporting the newest checkpoint", None, None)
-        finish(supervisor, processes.export(self._run_dir, self._config))
+        finish(supervisor, processes.export(self._run_dir, self._config), self._asked_to_stop)
 
     def _evaluate(self, supervisor: Supervisor) -> dict[str, float]:
         if not self._config.task.eval_size or not (self._run_dir.export / "config.json").exists():
             return {}
         self._view.update(f"scoring {self._config.task.eval_size} held-out prompts before and after", None, None)
-        return evaluate_ends(supervisor, self._run_dir, self._config, self._facts, lambda: bool(self._signal))
+        return evaluate_ends(supervisor, self._run_dir, self._config, self._facts, self._asked_to_stop)
 
     def _finish(self, outcome: str, message: str, evaluations: dict[str, float]) -> int:
+        if self._stop_failures:
+            outcome, message = "failed", "; ".join([message, *self._stop_failures])
         facts: dict[str, Any] = {
             "status": outcome,
             "message": message,
@@ -186,7 +208,13 @@ class Driver:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = self._signal or number
+        if self._signal:  # asked twice: end now, the guardian sees to the rest
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._signal = number
+
+    def _asked_to_stop(self) -> bool:
+        return bool(self._signal)
 
 
 def _death(exit_: Exit) -> str:

@@ -5,7 +5,7 @@
 Consumes one byte from the driver when all is over, or the end of the pipe when the driver died; produces
 ``ray.json`` with the cluster's address. After a driver's death it asks every launcher to end its process,
 waits for the learner's checkpoint, writes what happened into the run directory and stops Ray. When the
-guardian itself is killed, Ray dies with it, and the reapers of all processes with Ray.
+guardian itself is killed, a head of its own dies with it, the launchers die with Ray, and the reapers end all processes.
 
     python -m asyncrl.launch.guardian RUN_DIR
 """
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.run_dir import RunDir, write_atomic
-from asyncrl.launch.launcher import actor_name
 
 __all__ = ["connect", "main", "ray_environment", "scratch_folder"]
 
 DONE = b"d"
+QUEUE_GRACE_S = 2.0
 
 
 def scratch_folder(run_id: str) -> Path:
@@ -105,28 +105,37 @@ def _wait_for_driver() -> bool:
 def _end_run(ray: Any, run_dir: RunDir, run_id: str, grace_s: float) -> None:
     message = "the driver died; its guardian ended the run"
     print(f"{message}: asking every process to end", flush=True)
-    launchers = {}
-    for log in sorted(run_dir.logs.glob("*.log")):
-        with contextlib.suppress(ValueError):
-            launchers[log.stem] = ray.get_actor(actor_name(run_id, log.stem))
-    workers = [name for name in launchers if name != "queue"]
-    _terminate(ray, [launchers[name] for name in workers], grace_s)
-    _terminate(ray, [launchers[name] for name in launchers if name == "queue"], 2.0)
-    for launcher in launchers.values():
-        ray.kill(launcher)
+    mine = [name for name in ray.util.list_named_actors() if name.startswith(f"asyncrl-{run_id}-")]
+    queue = [name for name in mine if "-queue-" in name]
+    _terminate(ray, [name for name in mine if name not in queue], grace_s)
+    _terminate(ray, queue, QUEUE_GRACE_S)
     _note(run_dir, message)
 
 
-def _terminate(ray: Any, launchers: list[Any], grace_s: float) -> None:
+def _terminate(ray: Any, names: list[str], grace_s: float) -> None:
+    """Asks the processes of these launchers to end, kills those that do not; a launcher that is gone has taken its process along."""
+    launchers = {}
+    for name in names:
+        with contextlib.suppress(ValueError):
+            launchers[name] = ray.get_actor(name)
+            launchers[name].terminate.remote()
     end = time.monotonic() + grace_s
-    with contextlib.suppress(ray.exceptions.RayError):
-        ray.get([launcher.terminate.remote() for launcher in launchers], timeout=5.0)
-        while time.monotonic() < end:
-            states = ray.get([launcher.state.remote() for launcher in launchers], timeout=5.0)
-            if all(state.exit_code is not None for state in states):
-                return
-            time.sleep(0.2)
-        ray.get([launcher.kill.remote() for launcher in launchers], timeout=10.0)
+    while launchers and time.monotonic() < end:
+        for name, launcher in list(launchers.items()):
+            if _ended(ray, launcher):
+                ray.kill(launchers.pop(name))
+        time.sleep(0.2)
+    for launcher in launchers.values():
+        ray.kill(launcher)  # its reaper ends the whole tree
+
+
+def _ended(ray: Any, launcher: Any) -> bool:
+    try:
+        return ray.get(launcher.state.remote(), timeout=2.0).exit_code is not None
+    except ray.exceptions.GetTimeoutError:
+        return False
+    except ray.exceptions.RayError:
+        return True
 
 
 def _note(run_dir: RunDir, message: str) -> None:

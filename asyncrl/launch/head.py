@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from asyncrl.config.run_dir import RunDir
-from asyncrl.errors import PeerTimeout, ProcessDied
+from asyncrl.errors import PeerTimeout, ProcessDied, StopRequested
 from asyncrl.launch.guardian import DONE, connect, ray_environment, scratch_folder
 
 __all__ = ["Head"]
@@ -25,10 +27,11 @@ class Head:
 
     Raises:
         ProcessDied: the guardian ended before Ray was up, with the end of its log.
-        PeerTimeout: Ray was not up in time.
+        PeerTimeout: Ray was not up in time. StopRequested: ``asked_to_stop`` said so first.
     """
 
-    def __init__(self, run_dir: RunDir, run_id: str) -> None:
+    def __init__(self, run_dir: RunDir, run_id: str, asked_to_stop: Callable[[], bool]) -> None:
+        self._asked_to_stop = asked_to_stop
         self._run_dir = run_dir
         self._run_id = run_id
         self._address_file = run_dir.path / "ray.json"
@@ -66,6 +69,11 @@ class Head:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait(5.0)
+        shutil.rmtree(scratch_folder(self._run_id), ignore_errors=True)
+
+    def alive(self) -> bool:
+        """Whether the guardian still runs."""
+        return self._guardian is not None and self._guardian.poll() is None
 
     def _wait_for_address(self) -> str:
         assert self._guardian is not None
@@ -73,7 +81,9 @@ class Head:
         while time.monotonic() < end:
             if self._address_file.exists():
                 return str(json.loads(self._address_file.read_text())["address"])
-            if self._guardian.poll() is not None:
+            if self._asked_to_stop():
+                raise StopRequested("asked to stop while the Ray head came up")
+            if not self.alive():
                 raise ProcessDied(f"the Ray head did not start: {self._log_end()}", process="guardian")
             time.sleep(0.05)
         raise PeerTimeout(f"the Ray head was not up after {START_S:g} s: see {self._run_dir.path}/guardian.log", process="guardian")

@@ -27,9 +27,9 @@ class ProcessState:
     last_line: str
 
 
-def actor_name(run_id: str, process: str) -> str:
-    """The Ray name of a launcher."""
-    return f"asyncrl-{run_id}-{process}"
+def actor_name(run_id: str, process: str, number: int) -> str:
+    """The Ray name of the ``number``-th launcher of a run."""
+    return f"asyncrl-{run_id}-{process}-{number}"
 
 
 class Launcher:

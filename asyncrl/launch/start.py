@@ -9,13 +9,19 @@ import shutil
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
-from asyncrl.config import Config
+from asyncrl.config import Config, TaskConfig
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import ConfigError, DataError
 from asyncrl.launch.guardian import scratch_folder
 from asyncrl.launch.models import prepare_model
 from asyncrl.launch.preflight import check_config, check_model, device_of
+
+FIXED = (
+    "recipe", "run_dir", "model", "learner.engine", "algorithm.groups_per_step", "queue.schedule", "queue.max_staleness",
+    *(f"task.{name}" for name in TaskConfig.model_fields if name not in ("reward_timeout_s", "eval_size")),
+)  # fmt: skip
 
 __all__ = ["model_cache", "prepare_resume", "prepare_run"]
 
@@ -35,6 +41,7 @@ def prepare_run(config: Config) -> RunDir:
         raise ConfigError(f"run_dir={path} holds a run already: continue it with `asyncrl resume {path}`, or name another")
     for folder in (run_dir.path, run_dir.logs, run_dir.checkpoints):
         folder.mkdir(parents=True, exist_ok=True)
+    run_dir.lock()
     run_dir.write_config(config.model_copy(update={"run_dir": str(path)}))
     run_dir.write_facts(_facts(config, secrets.token_hex(4), 0, model_dir, None))
     return run_dir
@@ -48,10 +55,14 @@ def prepare_resume(run_dir: RunDir, config: Config) -> RunDir:
         DataError: not a run directory, or its processes still live.
     """
     old = run_dir.read_facts()
+    run_dir.lock()
     _check_not_alive(run_dir)
+    _check_same_prompts(run_dir.read_config(), config)
     check_config(config)
     checkpoint = run_dir.latest_checkpoint()
     model_dir = prepare_model(config.model, model_cache())
+    check_model(config, model_dir)
+    run_dir.ending.unlink(missing_ok=True)
     shutil.rmtree(run_dir.export, ignore_errors=True)
     run_dir.write_config(config)
     run_dir.write_facts(_facts(config, old.run_id, old.incarnation + 1, model_dir, checkpoint))
@@ -76,7 +87,7 @@ def _facts(config: Config, run_id: str, incarnation: int, model_dir: Path, check
         incarnation=incarnation,
         queue_endpoint=ends[0],
         sync_endpoint=ends[1],
-        rendezvous=f"tcp://127.0.0.1:{_free_port()}",
+        rendezvous=f"file://{scratch}/rendezvous-{incarnation}",
         model_dir=str(model_dir),
         generator_device=device_of(config.generator.device),
         learner_device=device_of(config.learner.device),
@@ -88,6 +99,19 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _check_same_prompts(old: Config, new: Config) -> None:
+    """A frontier counts tickets, and ticket n is prompt n: what decides that may not change in mid-run."""
+    before, after = old.model_dump(), new.model_dump()
+    changed = [name for name in FIXED if _value(before, name) != _value(after, name)]
+    if changed:
+        raise ConfigError(f"{', '.join(changed)} cannot change when a run is resumed: start a new run, from an export if need be")
+
+
+def _value(options: dict[str, Any], name: str) -> Any:
+    group, _, leaf = name.partition(".")
+    return options[group][leaf] if leaf else options[group]
 
 
 def _check_not_alive(run_dir: RunDir) -> None:

@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from asyncrl.errors import ProcessDied
 from asyncrl.launch.launcher import Launcher, ProcessState, actor_name
 from asyncrl.launch.reaper import LAUNCHER_LOST
 
 __all__ = ["Exit", "ProcessSpec", "Supervisor"]
 
-CALL_TIMEOUT_S = 15.0
+CALL_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +71,29 @@ class Supervisor:
         self._grace_s = grace_s
         self._launchers: dict[str, Any] = {}
         self._running: set[str] = set()
+        self._started = 0
         self.pids: dict[str, int] = {}
 
     def start(self, spec: ProcessSpec) -> None:
-        """Places a launcher and starts the process under it."""
-        options = {"name": actor_name(self._run_id, spec.name), "lifetime": "detached", "num_cpus": 0, "num_gpus": spec.num_gpus}
+        """Places a launcher and starts the process under it.
+
+        Raises:
+            ProcessDied: Ray could not place the launcher, or it did not answer.
+        """
+        self._started += 1  # the name of a launcher that was killed may stay taken for a while
+        name = actor_name(self._run_id, spec.name, self._started)
+        options = {"name": name, "lifetime": "detached", "num_cpus": 0, "num_gpus": spec.num_gpus}
         launcher = self._ray.remote(Launcher).options(**options).remote()
+        self._launchers[spec.name] = launcher
+        self._running.add(spec.name)
         environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", ""), "PYTHONUNBUFFERED": "1", **spec.environment}
         log = str(self._logs / f"{spec.name}.log")
         start = launcher.start.remote(list(spec.command), environment, log, self._grace_s)
-        self.pids[spec.name] = self._ray.get(start, timeout=60.0)
-        self._launchers[spec.name] = launcher
-        self._running.add(spec.name)
+        try:
+            self.pids[spec.name] = self._ray.get(start, timeout=START_TIMEOUT_S)
+        except self._ray.exceptions.RayError as error:
+            self._release(spec.name)
+            raise ProcessDied(f"{spec.name} could not be started: {str(error).splitlines()[0]}", process=spec.name) from error
 
     @property
     def running(self) -> set[str]:

@@ -25,6 +25,7 @@ class Watch:
 
     def __init__(self, run_dir: RunDir, config: Config, started_s: float) -> None:
         self._file = run_dir.metrics
+        self._ending = run_dir.ending
         self._position = self._file.stat().st_size if self._file.exists() else 0
         self._config = config
         self._started_s = started_s
@@ -57,14 +58,12 @@ class Watch:
             return "failed", f"no training step for {stalled_s:.0f} s: {gate}; {sampling}"
         return None
 
-    def ending(self) -> str:
-        """Why the learner ended by itself."""
-        step = int(self.metrics["step"]) if self.metrics else 0
-        if step >= self._config.launch.steps:
-            return f"all {self._config.launch.steps} steps are trained"
-        if self._config.launch.target_reward:
-            return f"the learner ended at step {step}: target reward reached or prompts used up"
-        return f"the learner ended at step {step}: prompts used up"
+    def ending(self) -> tuple[str, str]:
+        """Outcome and message when the learner ended by itself, as it wrote them."""
+        if not self._ending.exists():
+            return "failed", "the learner ended without a word"
+        found = json.loads(self._ending.read_text())
+        return found["outcome"], f"{found['reason']}, at step {found['step']}"
 
     def _read_metrics(self) -> None:
         if not self._file.exists():

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunDir, RunFacts
+from asyncrl.config.run_dir import RunDir, RunFacts, write_atomic
 
 if TYPE_CHECKING:
     from asyncrl.learner.engine import Engine
@@ -84,7 +84,7 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
     from asyncrl.learner.control import Control
     from asyncrl.learner.export import export_checkpoint
     from asyncrl.learner.outlets import RunOutlets
-    from asyncrl.learner.pool import Pool
+    from asyncrl.learner.pool import Ending, Pool
     from asyncrl.learner.source import BatchSource
     from asyncrl.learner.worker import TrainingWorker
 
@@ -110,7 +110,7 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
             on_version=lambda number: setattr(version, "version", number),
         )
         stop.listen(pool.stop)
-        pool.run()
+        ending = pool.run()
     finally:
         source.close()
         outlets.close()
@@ -118,6 +118,9 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
     if rank == 0 and config.launch.export and not stop.received and run_dir.latest_checkpoint() is not None:
         export_checkpoint(run_dir, run_dir.export)
         log.info("exported to %s", run_dir.export)
+    if rank == 0:
+        outcome = "failed" if ending is Ending.ASKED else "finished"  # a driver that asked does not look here
+        write_atomic(run_dir.ending, json.dumps({"outcome": outcome, "reason": ending.value, "step": pool.step}))
     control.barrier()
 
 
@@ -142,7 +145,6 @@ def _open_group(config: Config, facts: RunFacts, rank: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(config.learner.threads)
-    torch.manual_seed(config.learner.seed)
     cuda = facts.learner_device == "cuda"
     if cuda:
         torch.cuda.set_device(rank % torch.cuda.device_count())

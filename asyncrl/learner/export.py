@@ -25,6 +25,7 @@ from asyncrl.learner.checkpoint import read_manifest
 __all__ = ["export_checkpoint"]
 
 SHARD_BYTES = 4 << 30
+MARK = ".asyncrl-export"  # only a folder that holds it is ever replaced
 _PREFIX = "model."
 _WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt", ".index.json")
 
@@ -39,7 +40,7 @@ def export_checkpoint(run_dir: RunDir, out_dir: Path) -> Path:
     if checkpoint is None:
         raise DataError(f"{run_dir.path} has no whole checkpoint yet: nothing to export")
     model_dir = Path(run_dir.read_facts().model_dir)
-    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / "config.json").is_file():
+    if out_dir.exists() and any(out_dir.iterdir()) and not (out_dir / MARK).is_file():
         raise DataError(f"the export folder is new, empty or an older export; {out_dir} holds other files")
     building = out_dir.with_name(f".{out_dir.name}.building")
     shutil.rmtree(building, ignore_errors=True)
@@ -47,6 +48,7 @@ def export_checkpoint(run_dir: RunDir, out_dir: Path) -> Path:
     dtype = getattr(torch, read_manifest(checkpoint).dtype)
     _copy_files(model_dir, building, str(dtype).removeprefix("torch."))
     _write_weights(_load(checkpoint), building, dtype)
+    (building / MARK).write_text(f"{checkpoint}\n")
     shutil.rmtree(out_dir, ignore_errors=True)
     building.replace(out_dir)
     return out_dir

@@ -46,7 +46,7 @@ class MetricsWriter:
     def __init__(self, run_dir: RunDir, tensorboard: bool, start_step: int = 0) -> None:
         _truncate(run_dir, start_step)
         self._file: TextIO = run_dir.metrics.open("a", encoding="utf-8")
-        self._board: Any = _board(run_dir) if tensorboard else None
+        self._board: Any = _board(run_dir, start_step) if tensorboard else None
 
     def write(self, step: dict[str, Any]) -> None:
         """Writes one step; nested histograms get string keys, non-finite numbers become null."""
@@ -68,10 +68,10 @@ class MetricsWriter:
             self._board.close()
 
 
-def _board(run_dir: RunDir) -> Any:
+def _board(run_dir: RunDir, start_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(run_dir.tensorboard))
+    return SummaryWriter(str(run_dir.tensorboard), purge_step=start_step + 1 if start_step else None)
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from run_process import belonging_to, commands, console, descendants, find, metrics, start_run, summary, wait_until
+from run_process import belonging_to, commands, console, descendants, everything_of, find, metrics, start_run, summary, wait_until
 
 pytestmark = pytest.mark.real
 
@@ -37,19 +37,13 @@ def run(tmp_path):
         wait_until(lambda: not belonging_to(run_dir), 60, f"all processes gone, left: {belonging_to(run_dir)}")
 
 
-def everything_below(run_dir):
-    """All pids of the run, engine children included."""
-    roots = belonging_to(run_dir)
-    return set(roots).union(*(descendants(pid) for pid in roots))
-
-
 def assert_nothing_left(run_dir, pids):
     wait_until(lambda: not (pids & set(commands())), 10, f"left behind: {[commands().get(p) for p in pids if p in commands()]}")
 
 
 def assert_ended_naming(run, name):
     run_dir, driver = run
-    pids = everything_below(run_dir) - {driver.pid}
+    pids = everything_of(run_dir) - {driver.pid}
     killed = time.monotonic()
     yield
     wait_until(lambda: driver.poll() is not None, HEAL_S - (time.monotonic() - killed), f"end of the run after the death of {name}")
@@ -91,7 +85,7 @@ def test_a_run_heals_after_a_launcher_was_killed(run):
 
 def test_the_death_of_the_driver_ends_the_run_with_a_checkpoint_and_a_message(run):
     run_dir, driver = run
-    pids = everything_below(run_dir) - {driver.pid}
+    pids = everything_of(run_dir) - {driver.pid}
     assert len(pids) >= 6
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()

@@ -21,8 +21,9 @@ from learner_support import VOCABULARY, free_port, tiny_model_dir
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
-from asyncrl.errors import AsyncRLError
+from asyncrl.errors import AsyncRLError, DataError
 from asyncrl.learner.checkpoint import read_manifest
+from asyncrl.learner.export import export_checkpoint
 from asyncrl.queue.client import Observer, Producer
 from asyncrl.queue.messages import Ticket
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan
@@ -199,7 +200,13 @@ def test_two_ranks_train_together_and_end_on_sigterm_with_a_checkpoint(tmp_path:
     assert latest is not None
     assert read_manifest(latest).step == metrics_of(run_dir)[-1]["step"]
     assert read_manifest(latest).world_size == 2
+    assert not run_dir.export.exists(), "a stop has no time for it"
+    export_checkpoint(run_dir, run_dir.export)
     assert (run_dir.export / "model.safetensors").is_file()
+    (run_dir.export / "config.json").touch()
+    with pytest.raises(DataError, match="holds other files"):
+        export_checkpoint(run_dir, run_dir.path)
+    assert run_dir.config_file.exists()
 
 
 def test_b51_a_queue_that_dies_ends_the_learner_with_its_endpoint_in_the_last_line(tmp_path: Path):

@@ -10,6 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+_drivers: list[subprocess.Popen[str]] = []
+
+
+def end_leftover_runs() -> None:
+    """Kills drivers that a failed test left running; their guardians clean up."""
+    while _drivers:
+        driver = _drivers.pop()
+        if driver.poll() is None:
+            driver.kill()
+            driver.wait()
+
 
 def start_run(run_dir: Path, *overrides: str, command: str = "train") -> subprocess.Popen[str]:
     """``asyncrl train … run_dir=…`` in the background, its console in ``console.log`` beside the run directory."""
@@ -24,7 +35,15 @@ def start_run(run_dir: Path, *overrides: str, command: str = "train") -> subproc
         *overrides,
         *(target if command == "train" else []),
     ]
-    return subprocess.Popen(arguments, stdout=console, stderr=console, text=True, start_new_session=True)
+    driver = subprocess.Popen(arguments, stdout=console, stderr=console, text=True, start_new_session=True)
+    _drivers.append(driver)
+    return driver
+
+
+def everything_of(run_dir: Path) -> set[int]:
+    """Living pids of a run, engine children and launchers included, whatever their titles say now."""
+    roots = belonging_to(run_dir)
+    return set(roots).union(*(descendants(pid) for pid in roots))
 
 
 def console(run_dir: Path) -> str:
@@ -61,7 +80,7 @@ def commands() -> dict[int, str]:
 
 
 def belonging_to(run_dir: Path) -> dict[int, str]:
-    """Living processes of a run: those that name its directory or its scratch folder, and everything below them."""
+    """Living processes that name the run's directory or its scratch folder."""
     run_id = json.loads((run_dir / "run.json").read_text())["run_id"] if (run_dir / "run.json").exists() else str(run_dir)
     mine = {pid: text for pid, text in commands().items() if str(run_dir) in text or f"asyncrl-{run_id}" in text}
     mine.pop(os.getpid(), None)

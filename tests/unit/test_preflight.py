@@ -61,3 +61,12 @@ def test_lengths_are_held_against_the_models_own(tmp_path):
 @pytest.mark.parametrize("queue", ["async", "lockstep", "synchronous"])
 def test_every_recipe_can_live_under_every_schedule(recipe, queue):
     preflight.check_config(compose([f"recipe={recipe}", f"queue={queue}"]))
+
+
+def test_what_decides_the_prompts_cannot_change_in_a_resumed_run():
+    from asyncrl.launch.start import _check_same_prompts
+
+    old = compose(["recipe=tiny"])
+    _check_same_prompts(old, compose(["recipe=tiny", "launch.steps=7", "learner.learning_rate=1e-4"]))
+    with pytest.raises(ConfigError, match=r"task\.seed, task\.shuffle cannot change"):
+        _check_same_prompts(old, old.model_copy(update={"task": old.task.model_copy(update={"seed": 1, "shuffle": False})}))
