@@ -93,6 +93,8 @@ def _check_devices(config: Config) -> None:
     if asked and not here:
         names = " and ".join(f"{name}.device" for name, (device, _) in shares.items() if device == "cuda")
         raise ConfigError(f"{names} is cuda, but this machine shows no NVIDIA GPU: set cpu or auto")
+    if not config.launch.ray_address and shares["learner"][0] == "cuda" and config.learner.ranks > here:
+        raise ConfigError(f"NCCL needs a GPU for each rank: learner.ranks={config.learner.ranks} and {here} are here")
     if not config.launch.ray_address and asked > here:
         raise ConfigError(
             f"{asked:g} GPUs are asked for and {here} are here: lower generator.num_gpus, learner.num_gpus, replicas or ranks"

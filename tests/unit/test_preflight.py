@@ -46,6 +46,8 @@ def test_more_gpu_shares_than_gpus_are_refused_before_ray_waits_for_them(monkeyp
     with pytest.raises(ConfigError, match=r"1.5 GPUs are asked for and 1 are here"):
         preflight.check_config(compose(["generator.replicas=2"]))
     preflight.check_config(compose([]))
+    with pytest.raises(ConfigError, match="a GPU for each rank"):
+        preflight.check_config(compose(["learner.ranks=2", "learner.num_gpus=0.25"]))
 
 
 def test_lengths_are_held_against_the_models_own(tmp_path):
