@@ -27,7 +27,7 @@ from typing import Any
 
 from asyncrl.config.run_dir import RunDir, write_atomic
 
-__all__ = ["connect", "main", "ray_environment", "scratch_folder"]
+__all__ = ["connect", "main", "ray_environment", "remove_traces", "scratch_folder"]
 
 DONE = b"d"
 QUEUE_GRACE_S = 2.0
@@ -36,6 +36,13 @@ QUEUE_GRACE_S = 2.0
 def scratch_folder(run_id: str) -> Path:
     """Where a run keeps its sockets and Ray's session; short, since socket paths are."""
     return Path(tempfile.gettempdir()) / f"asyncrl-{run_id}"
+
+
+def remove_traces(run_id: str) -> None:
+    """Removes what killed processes of a run leave outside its directory: sockets, Ray's session, weights in shared memory."""
+    shutil.rmtree(scratch_folder(run_id), ignore_errors=True)
+    for segment in Path("/dev/shm").glob(f"asyncrl-{run_id}.*"):
+        segment.unlink(missing_ok=True)
 
 
 def ray_environment(scratch: Path, own_head: bool) -> None:
@@ -75,7 +82,7 @@ def main(arguments: list[str]) -> int:
     if not orderly:
         _end_run(ray, run_dir, facts.run_id, config.launch.stop_grace_s)
     ray.shutdown()
-    shutil.rmtree(scratch, ignore_errors=True)
+    remove_traces(facts.run_id)
     return 0 if orderly else 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any
 
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import PeerTimeout, ProcessDied, StopRequested
-from asyncrl.launch.guardian import DONE, connect, ray_environment, scratch_folder
+from asyncrl.launch.guardian import DONE, connect, ray_environment, remove_traces, scratch_folder
 
 __all__ = ["Head"]
 
@@ -69,7 +68,7 @@ class Head:
         except subprocess.TimeoutExpired:
             self._guardian.kill()
             self._guardian.wait(5.0)
-        shutil.rmtree(scratch_folder(self._run_id), ignore_errors=True)
+        remove_traces(self._run_id)
 
     def alive(self) -> bool:
         """Whether the guardian still runs."""

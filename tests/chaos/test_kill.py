@@ -1,8 +1,10 @@
 """kill -9 of each process of a real run: it heals, or ends with a message that names what died; nothing is left behind."""
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 from run_process import belonging_to, commands, console, descendants, everything_of, find, metrics, start_run, summary, wait_until
@@ -51,6 +53,7 @@ def assert_ended_naming(run, name):
     assert f"{name} died (killed by SIGKILL)" in summary(run_dir)["message"]
     assert f"asyncrl resume {run_dir}" in console(run_dir)
     assert_nothing_left(run_dir, pids)
+    assert not list(Path("/dev/shm").glob(f"asyncrl-{json.loads((run_dir / 'run.json').read_text())['run_id']}.*"))
 
 
 def test_the_death_of_the_broker_ends_the_run_and_is_named(run):

@@ -184,28 +184,6 @@ def test_a_killed_vllm_engine_ends_its_generator_with_a_message_and_leaves_nothi
     wait_gone(everyone, 10.0)
 
 
-def test_lockstep_samples_each_ticket_by_its_exact_version_and_the_same_twice(tmp_path, python, model_dir):
-    def once(folder):
-        folder.mkdir()
-        rig = Run(folder, python, model_dir, queue={"schedule": "lockstep", "max_staleness": 1})
-        try:
-            rig.publish(0)
-            rig.generator()
-            with Consumer.connect(rig.config, rig.facts, "learner-0") as consumer:
-                found = []
-                for step in range(3):
-                    for trajectory in [t for group in rig.batch(consumer, step) for t in group.trajectories]:
-                        assert [span.version for span in trajectory.version_spans] == [max(0, step - 1)]
-                        found.append((trajectory.input_ids.tolist(), trajectory.behavior_logprobs.tobytes()))
-                    consumer.commit(step)
-                    rig.publish(step + 1)
-                return found
-        finally:
-            rig.close()
-
-    assert once(tmp_path / "a") == once(tmp_path / "b")
-
-
 def test_evaluation_scores_every_held_out_prompt_greedily(tmp_path, python, model_dir):
     options, out = tmp_path / "config.json", tmp_path / "out.json"
     options.write_text(Config.model_validate(OPTIONS).model_dump_json())
