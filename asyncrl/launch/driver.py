@@ -155,7 +155,7 @@ class Driver:
         supervisor.terminate(workers)
         exits = supervisor.wait(workers, self._config.launch.stop_grace_s)
         self._stop_failures = [_death(exit_) for exit_ in exits if exit_.name.startswith("learner") and exit_.code != 0]
-        late = sorted(supervisor.running - {"queue"})
+        late = [name for name in sorted(supervisor.running) if name.startswith("learner")]
         self._stop_failures += [f"{name} did not end within launch.stop_grace_s and was killed" for name in late]
         self._status = self._ask(observer.status) or self._status
         self._ask(lambda: observer.stop(exit=True))
