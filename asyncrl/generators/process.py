@@ -6,7 +6,6 @@ Source: design note, sections 1 and 6.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
@@ -43,7 +42,7 @@ def stamp_version(engine: GeneratorEngine | None) -> None:
     factory = logging.LogRecord
 
     def record(*args: object, **kwargs: object) -> logging.LogRecord:
-        made = factory(*args, **kwargs)  # type: ignore[arg-type]
+        made = factory(*args, **kwargs)  # type: ignore[arg-type]  # passed on as they came
         made.version = "-" if engine is None or engine.version < 0 else engine.version
         return made
 
@@ -66,8 +65,10 @@ async def generate(config: Config, facts: RunFacts, name: str) -> None:
             sequential=config.queue.schedule == "lockstep" and not engine.batch_invariant,
         ))  # fmt: skip
     finally:
-        with contextlib.suppress(TimeoutError):
+        try:
             await asyncio.wait_for(engine.close(), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("the engine was not closed within %.0f s: its processes are left to the reaper", CLOSE_TIMEOUT_S)
 
 
 async def _serve(config: Config, facts: RunFacts, name: str, engine: GeneratorEngine, sampler: GroupSampler) -> None:

@@ -59,7 +59,7 @@ async def wait_until_processed(llm: Any, running: Collection[str]) -> dict[str, 
     deadline_s = time.monotonic() + PROCESSED_TIMEOUT_S
     while True:
         counts = acknowledged_tokens(llm)
-        idle = queue.empty() and any(not getter.done() for getter in queue._getters)  # type: ignore[attr-defined]
+        idle = queue.empty() and any(not getter.done() for getter in queue._getters)  # type: ignore[attr-defined]  # asyncio shows waiters no other way
         if (idle or not counts) and all(request_id in counts for request_id in running):
             return counts
         if time.monotonic() > deadline_s:
