@@ -70,6 +70,7 @@ TWO = pytest.mark.parametrize("run", [("generator.replicas=2",)], indirect=True)
 def test_a_run_goes_on_over_a_dead_vllm_worker(run):
     """The other replica takes the tickets of the dead one, which is started again."""
     run_dir, driver = run
+    _wait_for_replica(run_dir, "generator-0")
     generator = find(run_dir, "asyncrl.generators", "generator-0")
     workers = [pid for pid in descendants(generator) if "Worker" in _title(pid)]
     assert len(workers) == 1, {pid: _title(pid) for pid in descendants(generator)}
@@ -80,6 +81,7 @@ def test_a_run_goes_on_over_a_dead_vllm_worker(run):
 @TWO
 def test_a_run_goes_on_over_a_dead_launcher_and_ends_with_a_dead_learner(run):
     run_dir, driver = run
+    _wait_for_replica(run_dir, "generator-1")
     _assert_healed(run_dir, driver, "generator-1", _launcher_pid(run_dir, "generator-1"))
     assert "generator-1 died (its launcher died)" in console(run_dir)
 
@@ -102,6 +104,11 @@ def test_the_death_of_the_driver_ends_the_run_with_a_checkpoint_and_a_message(ru
     assert "the driver died" in summary(run_dir)["message"]
     newest = sorted((run_dir / "checkpoints").glob("step-*/manifest.json"))[-1].parent.name
     assert int(newest.removeprefix("step-")) == metrics(run_dir)[-1]["step"]
+
+
+def _wait_for_replica(run_dir, name):
+    """The first steps need one replica only: the other may still be starting its engine."""
+    wait_until(lambda: f"{name} says hello" in (run_dir / "logs" / "queue.log").read_text(), 120, f"{name} serves")
 
 
 def _assert_healed(run_dir, driver, name, victim):
