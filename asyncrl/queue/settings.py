@@ -15,17 +15,27 @@ from asyncrl.errors import ConfigError
 __all__ = ["GateSettings", "check_liveness", "least_staleness"]
 
 
-def least_staleness(groups_per_step: int, window: int, publish_every: int) -> int:
+def least_staleness(groups_per_step: int, window: int, publish_every: int, max_uses: int = 1) -> int:
     """The lowest ``max_staleness`` with which the learner always gets its next batch.
 
     ``k - 1`` versions pass between two publishes; a straggler overtaken ``w - 1`` times is trained up to
-    ``ceil((w - 1) / G)`` steps late, and tickets are issued with that reserve.
+    ``ceil((w - 1) / G)`` steps late, a group used U times is trained in U steps, and tickets are issued with that reserve.
 
     Example:
         >>> least_staleness(groups_per_step=8, window=9, publish_every=2)
         2
     """
-    return publish_every - 1 + -(-(window - 1) // groups_per_step)
+    return publish_every - 1 + -(-(window - 1) // groups_per_step) + max_uses - 1
+
+
+def share_of(groups_per_step: int, shard: int, shards: int) -> int:
+    """Slots of a training step that a shard owes.
+
+    Example:
+        >>> [share_of(8, shard, 3) for shard in range(3)]
+        [3, 3, 2]
+    """
+    return groups_per_step // shards + (shard < groups_per_step % shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +43,7 @@ class GateSettings:
     """Numbers and rules of one gate.
 
     Attributes:
-        groups_per_step: G, groups of one training step. max_staleness: S, in versions. window: w, in groups.
+        groups_per_step: G, groups of one training step that this shard owes. shard, shards: its number, and how many there are. max_staleness: S, in versions. window: w, in groups.
         publish_every: k, training steps between two publishes.
         lockstep: ticket i is sampled wholly by version ``max(0, i // G - S)``.
         replace_no_signal: a group whose rewards are all equal is dropped, ``no_signal_budget_groups`` times a step.
@@ -41,6 +51,9 @@ class GateSettings:
         dead_after_s: a producer silent for so long is dead. restart_s: how long one that died may take to come back.
         max_queued_groups, max_queued_bytes: finished groups held before tickets stop.
         drop_last_batch: the last, partial batch of a finite source is dropped. total_tickets: its size, None without end.
+        order: how finished groups are chosen; only ``fifo`` keeps the bound by construction, the others by dropping.
+        max_uses: U, in how many steps a group is trained. samples_per_insert, error_buffer_groups: the limiter of the other orders.
+        seed: of the orders that draw. priority_exponent: of ``prioritised``.
 
     Raises:
         ConfigError: the settings cannot live, with the numbers.
@@ -61,6 +74,13 @@ class GateSettings:
     max_queued_bytes: int
     drop_last_batch: bool
     total_tickets: int | None
+    shard: int = 0
+    shards: int = 1
+    order: str = "fifo"
+    max_uses: int = 1
+    error_buffer_groups: int = 0
+    seed: int = 0
+    priority_exponent: float = 1.0
 
     def __post_init__(self) -> None:
         if self.lockstep:
@@ -68,11 +88,11 @@ class GateSettings:
         _check_bound(self)
 
     @classmethod
-    def from_config(cls, config: Config, total_tickets: int | None) -> GateSettings:
+    def from_config(cls, config: Config, total_tickets: int | None, shard: int = 0) -> GateSettings:
         """The settings that the options ask for; ``total_tickets`` is the size of the prompt source."""
         queue, algorithm = config.queue, config.algorithm
         return cls(
-            groups_per_step=algorithm.groups_per_step,
+            groups_per_step=share_of(algorithm.groups_per_step, shard, queue.shards),
             max_staleness=queue.max_staleness,
             window=queue.window,
             publish_every=config.sync.every,
@@ -87,6 +107,13 @@ class GateSettings:
             max_queued_bytes=queue.max_queued_mib << 20,
             drop_last_batch=queue.last_batch == "drop",
             total_tickets=total_tickets,
+            shard=shard,
+            shards=queue.shards,
+            order=queue.order,
+            max_uses=queue.max_uses,
+            error_buffer_groups=queue.error_buffer_groups,
+            seed=config.task.seed,
+            priority_exponent=queue.priority_exponent,
         )
 
 
