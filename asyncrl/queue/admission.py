@@ -6,7 +6,6 @@ Source: design note, section 4; faults B33, B34, B49.
 from __future__ import annotations
 
 from asyncrl.queue.book import Book
-from asyncrl.queue.limiter import Limiter
 from asyncrl.queue.lockstep import exact_version, may_advance
 from asyncrl.queue.records import Blocked, GroupRecord, GroupState, Issue
 
@@ -20,9 +19,8 @@ class Admission:
         hold: why no ticket is given at present, whatever the rule says; empty while any may be.
     """
 
-    def __init__(self, book: Book, limiter: Limiter | None) -> None:
+    def __init__(self, book: Book) -> None:
         self._book = book
-        self._limiter = limiter
         self._settings = book.settings
         self.hold = ""
 
@@ -85,8 +83,9 @@ class Admission:
         return self._too_late(index, version) or self._no_credit(index)
 
     def _too_late(self, index: int, version: int) -> str:
-        if self._limiter is not None:
-            return self._limiter.insert_refusal(self._book.inserted, self._book.sampled)
+        if self._book.limiter is not None:
+            coming = self._book.count(GroupState.GENERATING, GroupState.REISSUE)
+            return self._book.limiter.insert_refusal(self._book.inserted + coming, self._book.sampled)
         settings, last = self._settings, self.last_step(index)
         if last <= version + settings.max_staleness:
             return ""

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from asyncrl.queue.ledger import EMPTY, Ledger
+from asyncrl.queue.limiter import Limiter
 from asyncrl.queue.messages import DropReason, Frontier
 from asyncrl.queue.records import GroupRecord, GroupState, Settled
 from asyncrl.queue.selection import Selection
@@ -31,7 +32,7 @@ class Book:
 
     Args:
         frontier: this shard's own.
-        selection: told of every group that may be leased; None when leases go by admission.
+        selection: told of every group that may be leased; None when leases go by admission. limiter: likewise of the other orders.
 
     Attributes:
         slots_ahead: slots of training steps that the live groups will take. inserted, sampled: groups accepted, and leased to a commit.
@@ -40,8 +41,15 @@ class Book:
         changed: tickets whose record changed since :meth:`take_changed`.
     """
 
-    def __init__(self, settings: GateSettings, frontier: Frontier | None = None, selection: Selection | None = None) -> None:
+    def __init__(
+        self,
+        settings: GateSettings,
+        frontier: Frontier | None = None,
+        selection: Selection | None = None,
+        limiter: Limiter | None = None,
+    ) -> None:
         self.settings = settings
+        self.limiter = limiter
         self.ledger = Ledger(frontier or EMPTY, settings.shard, settings.shards)
         self.first_version = self.ledger.steps
         self.reissued = 0
@@ -52,7 +60,7 @@ class Book:
         self.queued_bytes = 0
         self.largest_bytes = 0
         self.inserted = 0
-        self.sampled = 0
+        self.sampled = 0.0
         self.queued_versions: Counter[int] = Counter()
         self.selection = selection
         self._live: dict[int, GroupRecord] = {}  # insertion order is ticket order: tickets are admitted ascending
@@ -215,6 +223,15 @@ class Book:
         record.attempt, record.meta, record.state = record.attempt + 1, None, GroupState.REISSUE
         self._enter(record)
         self.epoch += 1
+
+    def lapse(self, record: GroupRecord) -> None:
+        """A finished group is too old: dropped as stale, or settled as trained with the uses that it had."""
+        if self.limiter is not None:
+            self.sampled += self.limiter.write_off(record.uses)
+        if record.uses:
+            self.train(record)
+        else:
+            self.drop(record, DropReason.STALE)
 
     def drop(self, record: GroupRecord, reason: DropReason) -> None:
         """The group will not be trained any more."""

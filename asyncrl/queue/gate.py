@@ -49,11 +49,10 @@ from asyncrl.queue.book import Book
 from asyncrl.queue.counts import status_of
 from asyncrl.queue.fleet import Fleet
 from asyncrl.queue.leasing import Leasing
-from asyncrl.queue.limiter import new_limiter
 from asyncrl.queue.lockstep import stranded
 from asyncrl.queue.messages import Frontier, QueueStatus
 from asyncrl.queue.records import Blocked, GateState, GroupRecord, Issue, LeaseGranted, Settled
-from asyncrl.queue.selection import new_selection
+from asyncrl.queue.replay import new_limiter, new_selection
 from asyncrl.queue.settings import GateSettings
 from asyncrl.trajectory import GroupMeta
 
@@ -78,10 +77,9 @@ class Gate:
     def __init__(self, settings: GateSettings, frontier: Frontier | None = None, incarnation: int = 0) -> None:
         self.settings = settings
         self.fleet = Fleet()
-        limiter = new_limiter(settings)
-        self._book = Book(settings, frontier, new_selection(settings))
-        self._admission = Admission(self._book, limiter)
-        self._leasing = Leasing(self._book, incarnation, limiter)
+        self._book = Book(settings, frontier, new_selection(settings), new_limiter(settings))
+        self._admission = Admission(self._book)
+        self._leasing = Leasing(self._book, incarnation)
         self._acceptance = Acceptance(self._book, incarnation)
         self._blocked_producer, self._blocked_learner = "", ""
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 
 from asyncrl.errors import FencedError, QueueError
 from asyncrl.queue.book import Book
-from asyncrl.queue.limiter import Limiter
 from asyncrl.queue.lockstep import slots_of_step
 from asyncrl.queue.messages import DropReason
 from asyncrl.queue.records import Blocked, GroupRecord, GroupState, LeaseGranted
@@ -28,9 +27,8 @@ class Leasing:
         last_commit: step and incarnation of the last commit.
     """
 
-    def __init__(self, book: Book, incarnation: int, limiter: Limiter | None) -> None:
+    def __init__(self, book: Book, incarnation: int) -> None:
         self._book = book
-        self._limiter = limiter
         self.incarnation = incarnation
         self.lag_consumed: dict[int, int] = {}
         self.last_commit: tuple[int, int] | None = None
@@ -151,10 +149,7 @@ class Leasing:
     def _drop_stale(self, step: int) -> None:
         """Second line of the bound, after a restore, a shard's death, or an order that is not that of admission."""
         for record in self._book.older_than(step - self._book.settings.max_staleness):
-            if record.uses:
-                self._book.train(record)  # it is in the weights; the uses that are left lapse
-            else:
-                self._book.drop(record, DropReason.STALE)
+            self._book.lapse(record)
 
     def _nothing(self, reason: str, stopping: bool) -> Blocked:
         if not reason:
@@ -178,8 +173,8 @@ class Leasing:
 
     def _drawn(self, step: int, number: int) -> tuple[list[GroupRecord], Counter[int], str]:
         assert self._book.selection is not None
-        if self._limiter is not None:
-            refusal = self._limiter.sample_refusal(self._book.inserted, self._book.sampled, number)
+        if self._book.limiter is not None:
+            refusal = self._book.limiter.sample_refusal(self._book.inserted, self._book.sampled, number)
             if refusal and not self._book.exhausted:
                 return [], Counter(), f"step {step}: {refusal}"
         found = [self._book.get(ticket) for ticket in self._book.selection.sample(number, step)]

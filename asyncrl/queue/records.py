@@ -143,5 +143,5 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     rewards: tuple[float, int]
     producers: dict[str, ProducerMemory]
     inserted: int
-    sampled: int
+    sampled: float
     attempts: dict[int, int]

@@ -52,7 +52,8 @@ class GateSettings:
         max_queued_groups, max_queued_bytes: finished groups held before tickets stop.
         drop_last_batch: the last, partial batch of a finite source is dropped. total_tickets: its size, None without end.
         order: how finished groups are chosen; only ``fifo`` keeps the bound by construction, the others by dropping.
-        max_uses: U, in how many steps a group is trained. samples_per_insert, error_buffer_groups: the limiter of the other orders.
+        max_uses: U, in how many steps a group is trained. samples_per_insert, error_buffer: of the limiter of the other orders; 0 for the
+            uses of a group, and for the smallest that can live.
         seed: of the orders that draw. priority_exponent: of ``prioritised``.
 
     Raises:
@@ -78,14 +79,17 @@ class GateSettings:
     shards: int = 1
     order: str = "fifo"
     max_uses: int = 1
-    error_buffer_groups: int = 0
+    samples_per_insert: float = 0.0
+    error_buffer: float = 0.0
     seed: int = 0
     priority_exponent: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_combinations(self)
         if self.lockstep:
             _check_lockstep(self)
-        _check_bound(self)
+        if self.order == "fifo":
+            _check_bound(self)
 
     @classmethod
     def from_config(cls, config: Config, total_tickets: int | None, shard: int = 0) -> GateSettings:
@@ -111,7 +115,8 @@ class GateSettings:
             shards=queue.shards,
             order=queue.order,
             max_uses=queue.max_uses,
-            error_buffer_groups=queue.error_buffer_groups,
+            samples_per_insert=queue.samples_per_insert,
+            error_buffer=queue.error_buffer,
             seed=config.task.seed,
             priority_exponent=queue.priority_exponent,
         )
@@ -126,7 +131,13 @@ def check_liveness(config: Config) -> None:
     Example:
         >>> check_liveness(Config())
     """
-    GateSettings.from_config(config, None)
+    shards, groups = config.queue.shards, config.algorithm.groups_per_step
+    if shards > groups:
+        raise ConfigError(
+            f"each of queue.shards owes a slot of every step, so they are at most algorithm.groups_per_step = {groups}; met {shards}"
+        )
+    for shard in {0, shards - 1}:
+        GateSettings.from_config(config, None, shard)
     if config.algorithm.no_signal == "replace" and config.algorithm.group_size < 2:
         raise ConfigError(
             "algorithm.no_signal=replace drops groups whose rewards are all equal, which a group of one always is; "
@@ -140,14 +151,27 @@ def check_liveness(config: Config) -> None:
 
 
 def _check_bound(settings: GateSettings) -> None:
-    groups, window, every = settings.groups_per_step, settings.window, settings.publish_every
-    least = least_staleness(groups, window, every)
+    groups, window, every, uses = settings.groups_per_step, settings.window, settings.publish_every, settings.max_uses
+    least = least_staleness(groups, window, every, uses)
     if settings.max_staleness < least:
         raise ConfigError(
-            f"queue.max_staleness >= sync.every - 1 + ceil((queue.window - 1) / algorithm.groups_per_step) = "
-            f"{every} - 1 + ceil({window - 1} / {groups}) = {least}; met {settings.max_staleness}: the learner would wait for ever. "
+            f"queue.max_staleness >= sync.every - 1 + ceil((queue.window - 1) / groups a step) + queue.max_uses - 1 = "
+            f"{every} - 1 + ceil({window - 1} / {groups}) + {uses} - 1 = {least}; met {settings.max_staleness}: the learner would wait for ever. "
             f"Set queue.max_staleness={least} or more, or publish more often, or narrow the window"
         )
+
+
+def _check_combinations(settings: GateSettings) -> None:
+    rules = (
+        ("max_uses", settings.max_uses, settings.max_uses > 1 and settings.window > 1, "queue.window=1: an overtaking group would take several slots"),
+        ("max_uses", settings.max_uses, settings.max_uses > 1 and settings.lockstep, "queue.schedule=async: in lockstep a ticket owns one slot"),
+        ("order", settings.order, settings.order != "fifo" and settings.window > 1, "queue.window=1: only order=fifo has stragglers to overtake"),
+        ("order", settings.order, settings.order != "fifo" and settings.lockstep, "queue.schedule=async: in lockstep batches go by ticket"),
+        ("shards", settings.shards, settings.shards > 1 and settings.lockstep, "queue.schedule=async: in lockstep one broker orders all tickets"),
+    )
+    for name, met, broken, need in rules:
+        if broken:
+            raise ConfigError(f"queue.{name}={met} needs {need}")
 
 
 def _check_lockstep(settings: GateSettings) -> None:
