@@ -1,0 +1,229 @@
+"""One file of the segment log: append with scatter writes, read through a mapping, check against what the ledger says.
+
+Usable by another process on a live or dead log (``SegmentFile.open``), which only reads.
+
+Source: design note, section 4, "Durability".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncrl.errors import DataError, QueueError
+from asyncrl.queue.durable.place import Place
+from asyncrl.queue.durable.record import ALIGNMENT, FILE_HEADER_BYTES, RECORD_HEADER_BYTES, FileHeader, RecordHeader, aligned
+
+__all__ = ["SegmentFile", "segment_numbers"]
+
+MAX_BUFFERS = 1024  # IOV_MAX of Linux
+READ_BYTES = 1 << 20
+_ZEROS = bytes(ALIGNMENT)
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    """Numbers of the segment files in a folder, ascending."""
+    names = (path.name.removeprefix("segment-").removesuffix(".log") for path in folder.glob("segment-*.log"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+class SegmentFile:
+    """A segment of known size; the last one of a log is written, the others are sealed.
+
+    Attributes:
+        size: bytes of whole records, the file's header included; what is written later goes there.
+    """
+
+    def __init__(self, path: Path, number: int, size: int) -> None:
+        self.path, self.number, self.size = path, number, size
+        self._fd: int | None = None
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def create(cls, folder: Path, header: FileHeader) -> SegmentFile:
+        """A new file, open for writing, with its header. Raises OSError and leaves nothing behind."""
+        file = cls(_path(folder, header.number), header.number, 0)
+        file._fd = os.open(file.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            file._write([memoryview(header.pack())])
+        except OSError:
+            file.unlink()
+            raise
+        return file
+
+    @classmethod
+    def open(cls, folder: Path, number: int) -> SegmentFile:
+        """A file that is there, sealed.
+
+        Raises:
+            DataError: there is none of this number.
+        """
+        path = _path(folder, number)
+        try:
+            return cls(path, number, path.stat().st_size)
+        except FileNotFoundError as error:
+            raise DataError(f"{path} is missing: it was removed from outside, or the disk lost it", segment=number) from error
+
+    def header(self) -> FileHeader:
+        """Whose file it is. Raises DataError if that cannot be read."""
+        with self._opened() as fd:
+            return FileHeader.parse(os.pread(fd, FILE_HEADER_BYTES, 0))
+
+    # writing
+
+    def append(self, ticket: int, attempt: int, frames: Sequence[Any], checksum: int) -> Place:
+        """Writes a record at the end; on an OSError the file is as it was before."""
+        views = [view for frame in frames if (view := memoryview(frame).cast("B")).nbytes]
+        length = sum(view.nbytes for view in views)
+        place = Place(self.number, self.size + RECORD_HEADER_BYTES, length)
+        header = RecordHeader(
+            ticket=ticket, attempt=attempt, segment=self.number, offset=place.offset, length=length, checksum=checksum
+        ).pack()
+        self._write([memoryview(header), *views, memoryview(_ZEROS)[: aligned(length) - length]])
+        return place
+
+    def continue_at(self, size: int) -> None:
+        """Cuts the file to ``size`` and opens it for writing there."""
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        os.ftruncate(self._fd, size)
+        self.size = size
+
+    def sync(self) -> None:
+        """Waits until its bytes are on the disk. Raises OSError."""
+        with self._opened() as fd:
+            os.fdatasync(fd)
+
+    def seal(self) -> None:
+        """Nothing more will be written."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def unlink(self) -> None:
+        """Removes the file; views handed out stay valid until they are dropped."""
+        self.seal()
+        self._unmap()
+        self.path.unlink(missing_ok=True)
+
+    # reading
+
+    def view(self, place: Place) -> memoryview:
+        """The payload, read-only and without a copy.
+
+        Raises:
+            QueueError: the place lies beyond the end.
+        """
+        if place.end > self.size:
+            raise QueueError(f"{self.path} has {self.size} bytes; met a place of bytes {place.offset} to {place.end}", segment=self.number)
+        if self._map is None or place.end > len(self._map):
+            self._unmap()
+            with self._opened() as fd:
+                self._map = mmap.mmap(fd, self.size, access=mmap.ACCESS_READ)
+        return memoryview(self._map)[place.offset : place.end]
+
+    def check(self, place: Place, ticket: int, attempt: int, checksum: int, *, payload: bool = True) -> str:
+        """Why the bytes at a place are not the group's payload, or ``""``; with ``payload`` false only header and length are looked at.
+
+        Reads the file instead of a mapping: what the disk cannot read is a reason here, and would end the process there.
+        """
+        expected = RecordHeader(
+            ticket=ticket, attempt=attempt, segment=place.segment, offset=place.offset, length=place.length, checksum=checksum
+        )
+        try:
+            with self._opened() as fd:
+                met = RecordHeader.parse(os.pread(fd, RECORD_HEADER_BYTES, place.offset - RECORD_HEADER_BYTES))
+                if met != expected:
+                    return f"header damaged: the ledger says {expected}, the file {met}"
+                if place.end > (size := os.fstat(fd).st_size):
+                    return f"cut short: {size - place.offset} of {place.length} bytes are there"
+                found = _checksum_at(fd, place) if payload else checksum
+        except (DataError, OSError) as error:
+            return str(error)
+        return "" if found == checksum else f"checksum differs: xxh3-64 was {checksum:#018x} and is {found:#018x}"
+
+    def tail(self, start: int) -> str:
+        """Says what lies from byte ``start`` on: whole records, and bytes of a torn one."""
+        names, position = [], start
+        with self._opened() as fd:
+            while position < self.size:
+                try:
+                    record = RecordHeader.parse(os.pread(fd, RECORD_HEADER_BYTES, position))
+                except DataError:
+                    break
+                end = record.offset + record.length
+                if record.offset != position + RECORD_HEADER_BYTES or end > self.size:
+                    break
+                names.append(f"ticket {record.ticket} attempt {record.attempt}")
+                position = record.offset + aligned(record.length)
+        listed = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+        whole = f"{len(names)} whole records that no ledger row needs ({listed})" if names else "no whole record"
+        return f"{whole}, {max(0, self.size - position)} bytes of a torn one"
+
+    def close(self) -> None:
+        """Frees handles; the file stays."""
+        self.seal()
+        self._unmap()
+
+    def _write(self, buffers: list[memoryview]) -> None:
+        start, total = self.size, sum(buffer.nbytes for buffer in buffers)
+        assert self._fd is not None, "a sealed segment is not written"
+        try:
+            _write_all(self._fd, buffers, start)
+        except OSError:
+            with contextlib.suppress(OSError):  # the next record overwrites what is left, and a start cuts it
+                os.ftruncate(self._fd, start)
+            raise
+        self.size = start + total
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        if self._fd is not None:
+            yield self._fd
+            return
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _unmap(self) -> None:
+        if self._map is not None:
+            with contextlib.suppress(BufferError):  # a view is still being sent; the mapping goes with it
+                self._map.close()
+            self._map = None
+
+
+def _path(folder: Path, number: int) -> Path:
+    return folder / f"segment-{number:08d}.log"
+
+
+def _write_all(fd: int, buffers: list[memoryview], position: int) -> None:
+    first = 0
+    while first < len(buffers):
+        written = os.pwritev(fd, buffers[first : first + MAX_BUFFERS], position)
+        position += written
+        if not written and any(buffer.nbytes for buffer in buffers[first : first + MAX_BUFFERS]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        while first < len(buffers) and written >= buffers[first].nbytes:
+            written -= buffers[first].nbytes
+            first += 1
+        if written:
+            buffers[first] = buffers[first][written:]
+
+
+def _checksum_at(fd: int, place: Place) -> int:
+    digest, buffer, position = xxhash.xxh3_64(), memoryview(bytearray(min(READ_BYTES, max(place.length, 1)))), place.offset
+    while position < place.end:
+        number = os.preadv(fd, [buffer[: place.end - position]], position)
+        if not number:
+            break
+        digest.update(buffer[:number])
+        position += number
+    return digest.intdigest()
