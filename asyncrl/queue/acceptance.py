@@ -49,11 +49,7 @@ class Acceptance:
     def expects(self, producer: str, ticket: int, attempt: int) -> bool:
         """Whether this very attempt is being sampled there, so that its payload is worth keeping."""
         record = self._book.get(ticket)
-        return (
-            record is not None
-            and record.state is GroupState.GENERATING
-            and (record.producer, record.attempt) == (producer, attempt)
-        )
+        return record is not None and record.state is GroupState.GENERATING and (record.producer, record.attempt) == (producer, attempt)
 
     def damaged(self, ticket: int, attempt: int, reason: str) -> None:
         """Payload of a finished group cannot be used: another attempt is made."""

@@ -11,15 +11,13 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
 
 from asyncrl.queue.durable.ledger_file import LedgerFile
-from asyncrl.queue.durable.rows import Changes, GroupRow, Snapshot, StepRow
-from asyncrl.queue.durable.segments import SegmentLog
+from asyncrl.queue.durable.rows import Changes, GroupRow, StepRow
 from asyncrl.queue.gate import Gate
-from asyncrl.queue.records import GateState, GroupRecord, GroupState, Settled
+from asyncrl.queue.records import GroupRecord, GroupState, Settled
 from asyncrl.queue.store import Payload, PayloadStore
 
 __all__ = ["Journal", "record_of", "row_of"]
@@ -81,9 +79,7 @@ class Journal:
         if self._synced and self._store.log is not None:
             self._store.log.sync()
         self._trim()
-        self._ledger.write(
-            Changes(groups=tuple(self._rows), steps=self._steps(gate, incarnation), state=state, forget=tuple(self._forget))
-        )
+        self._ledger.write(Changes(groups=tuple(self._rows), steps=self._steps(gate, incarnation), state=state, forget=tuple(self._forget)))
         self._rows, self._forget, self._state = [], [], state
         self._store.release_freed()
 
@@ -162,7 +158,7 @@ def row_of(record: GroupRecord, payload: Payload | None, reason: str | None = No
         version=record.version,
         overtaken=record.overtaken,
         used_at=record.used_at,
-        settled_at=record.settled_at,
+        step=record.settled_at,
         priority=record.priority,
         reason=reason or "",
         reasons=tuple(record.reasons),
@@ -185,7 +181,7 @@ def record_of(row: GroupRow, now_s: float = 0.0) -> GroupRecord:
         state=GroupState(row.state) if not row.settled else GroupState.QUEUED,
         overtaken=row.overtaken,
         used_at=row.used_at,
-        settled_at=row.settled_at,
+        settled_at=row.step,
         priority=row.priority,
         queued_s=now_s,
         meta=row.meta,

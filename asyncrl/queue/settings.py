@@ -43,7 +43,8 @@ class GateSettings:
     """Numbers and rules of one gate.
 
     Attributes:
-        groups_per_step: G, groups of one training step that this shard owes. shard, shards: its number, and how many there are. max_staleness: S, in versions. window: w, in groups.
+        groups_per_step: G, groups of one training step that this shard owes. shard, shards: its number, and how many there are.
+        max_staleness: S, in versions. window: w, in groups.
         publish_every: k, training steps between two publishes.
         lockstep: ticket i is sampled wholly by version ``max(0, i // G - S)``.
         replace_no_signal: a group whose rewards are all equal is dropped, ``no_signal_budget_groups`` times a step.
@@ -156,18 +157,38 @@ def _check_bound(settings: GateSettings) -> None:
     if settings.max_staleness < least:
         raise ConfigError(
             f"queue.max_staleness >= sync.every - 1 + ceil((queue.window - 1) / groups a step) + queue.max_uses - 1 = "
-            f"{every} - 1 + ceil({window - 1} / {groups}) + {uses} - 1 = {least}; met {settings.max_staleness}: the learner would wait for ever. "
-            f"Set queue.max_staleness={least} or more, or publish more often, or narrow the window"
+            f"{every} - 1 + ceil({window - 1} / {groups}) + {uses} - 1 = {least}; met {settings.max_staleness}: the learner would "
+            f"wait for ever. Set queue.max_staleness={least} or more, or publish more often, or narrow the window"
         )
 
 
 def _check_combinations(settings: GateSettings) -> None:
     rules = (
-        ("max_uses", settings.max_uses, settings.max_uses > 1 and settings.window > 1, "queue.window=1: an overtaking group would take several slots"),
-        ("max_uses", settings.max_uses, settings.max_uses > 1 and settings.lockstep, "queue.schedule=async: in lockstep a ticket owns one slot"),
-        ("order", settings.order, settings.order != "fifo" and settings.window > 1, "queue.window=1: only order=fifo has stragglers to overtake"),
+        (
+            "max_uses",
+            settings.max_uses,
+            settings.max_uses > 1 and settings.window > 1,
+            "queue.window=1: an overtaking group would take several slots",
+        ),
+        (
+            "max_uses",
+            settings.max_uses,
+            settings.max_uses > 1 and settings.lockstep,
+            "queue.schedule=async: in lockstep a ticket owns one slot",
+        ),
+        (
+            "order",
+            settings.order,
+            settings.order != "fifo" and settings.window > 1,
+            "queue.window=1: only order=fifo has stragglers to overtake",
+        ),
         ("order", settings.order, settings.order != "fifo" and settings.lockstep, "queue.schedule=async: in lockstep batches go by ticket"),
-        ("shards", settings.shards, settings.shards > 1 and settings.lockstep, "queue.schedule=async: in lockstep one broker orders all tickets"),
+        (
+            "shards",
+            settings.shards,
+            settings.shards > 1 and settings.lockstep,
+            "queue.schedule=async: in lockstep one broker orders all tickets",
+        ),
     )
     for name, met, broken, need in rules:
         if broken:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import QueueError
+from asyncrl.errors import DiskFull, QueueError
 from asyncrl.queue.durable.place import Place
 from asyncrl.queue.durable.segments import SegmentLog
 from asyncrl.queue.messages import PayloadItem, PutItem
@@ -37,6 +37,9 @@ class Payload:
     def num_bytes(self) -> int:
         """Bytes of all frames."""
         return sum(self.lengths)
+
+
+LOST = Payload(checksum=0, lengths=())
 
 
 class PayloadStore:
@@ -91,6 +94,16 @@ class PayloadStore:
             place=place,
         )
 
+    def refusal(self, num_bytes: int) -> str:
+        """Why a payload of this size cannot be kept now, empty if it can."""
+        if self.log is None:
+            return ""
+        try:
+            self.log.check_room(num_bytes)
+        except DiskFull as error:
+            return str(error)
+        return ""
+
     def restore(self, ticket: int, payload: Payload) -> None:
         """A payload that an earlier process kept."""
         if payload.segment and not self._there(payload):
@@ -134,20 +147,16 @@ class PayloadStore:
         self._freed = []
 
     def fetch(self, tickets: Sequence[int]) -> tuple[tuple[PayloadItem, ...], list[Any]]:
-        """Descriptions and inline frames of payloads, in the order asked.
-
-        Raises:
-            QueueError: a ticket without payload.
-        """
-        missing = [ticket for ticket in tickets if ticket not in self._payloads]
-        if missing:
-            raise QueueError(f"leased groups can be fetched until their step is committed; there is no payload of tickets {missing[:8]}")
-        items, frames = [], []
+        """Descriptions and inline frames of payloads, in the order asked; a description without ``lengths`` says that there is none."""
+        items: list[PayloadItem] = []
+        frames: list[Any] = []
         for ticket in tickets:
-            payload = self._payloads[ticket]
+            payload = self._payloads.get(ticket, LOST)
             items.append(PayloadItem(ticket=ticket, checksum=payload.checksum, lengths=payload.lengths, segment=payload.segment))
-            if not payload.segment:
-                frames.extend(payload.frames or [self._from_log(payload)])
+            if payload.place is not None and not payload.segment:
+                frames.append(self._from_log(payload.place))
+            else:
+                frames.extend(payload.frames)
         return tuple(items), frames
 
     def sweep(self, owners: Iterable[str]) -> None:
@@ -161,10 +170,9 @@ class PayloadStore:
         if self.log is not None:
             self.log.close()
 
-    def _from_log(self, payload: Payload) -> memoryview:
+    def _from_log(self, place: Place) -> memoryview:
         assert self.log is not None
-        assert payload.place is not None
-        return self.log.read(payload.place)
+        return self.log.read(place)
 
     def _there(self, payload: Payload) -> bool:
         try:
