@@ -223,7 +223,8 @@ class Prioritised(_Unordered):
     def _weight(self, ticket: int, priority: float) -> int:
         if not 0.0 <= priority <= MAX_PRIORITY:
             raise DataError(f"a priority is from 0 to {MAX_PRIORITY:g}; met {priority} for ticket {ticket}: scale it down", ticket=ticket)
-        return max(1, round(priority**self._exponent * _UNIT))
+        scaled: float = priority**self._exponent
+        return max(1, round(scaled * _UNIT))
 
 
 class Uniform(Prioritised):
