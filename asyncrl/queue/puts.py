@@ -17,12 +17,13 @@ from asyncrl.errors import AsyncRLError, DiskFull, SchemaError
 from asyncrl.queue.gate import Gate
 from asyncrl.queue.messages import Put, PutItem
 from asyncrl.queue.store import PayloadStore
-from asyncrl.trajectory import MAX_SIBLINGS, MAX_TOKENS, GroupMeta
+from asyncrl.trajectory import MAX_TOKENS, GroupMeta
+from asyncrl.trajectory_frames import MAX_SIBLINGS
 
 __all__ = ["Puts", "check_frames", "check_meta"]
 
 log = logging.getLogger(__name__)
-MAX_FRAMES = 64
+MAX_FRAMES = 2 * MAX_SIBLINGS + 16
 MAX_GROUPS = 256
 
 
