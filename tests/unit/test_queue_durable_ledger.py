@@ -160,7 +160,7 @@ def test_the_file_of_another_run_shard_or_schema_is_refused_by_name(tmp_path):
 def test_a_file_of_something_else_is_refused(tmp_path):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"no database at all, but long enough to be looked at" * 100)
-    with pytest.raises(DataError, match="is damaged .*move its folder away"):
+    with pytest.raises(DataError, match=r"is damaged .*move its folder away"):
         new_ledger(tmp_path)
     path.unlink()
     with sqlite3.connect(path) as other:
@@ -168,7 +168,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     other.close()
     with pytest.raises(DataError, match="is no ledger of a queue"):
         new_ledger(tmp_path)
-    with pytest.raises(DataError, match="is missing: a queue with queue.durability=memory"):
+    with pytest.raises(DataError, match=r"is missing: a queue with queue\.durability=memory"):
         LedgerFile.open_readonly(tmp_path / "none.sqlite")
 
 

@@ -251,5 +251,5 @@ def test_another_process_reads_and_checks_a_file_without_the_lock(tmp_path):
     assert file.check(*claim) == "" and bytes(file.view(claim[0])) == b"seen from outside"
     assert payload_checksum(file.view(claim[0])) == claim[3]
     file.close()
-    with pytest.raises(DataError, match="segment-00000009.log is missing"):
+    with pytest.raises(DataError, match=r"segment-00000009\.log is missing"):
         SegmentFile.open(tmp_path / "log", 9)

@@ -23,7 +23,8 @@ def test_a_killed_log_gives_back_what_is_claimed_and_cuts_the_rest(tmp_path):
     assert log.adopt([second, first]) == []
     # file header 256, records of 64 + 128 bytes: the third begins at 640, the torn bytes at 832
     assert log.report == [
-        "segment-00000000.log: cut from 872 to 640 bytes: 1 whole records that no ledger row needs (ticket 2 attempt 0), 40 bytes of a torn one"
+        "segment-00000000.log: cut from 872 to 640 bytes: "
+        "1 whole records that no ledger row needs (ticket 2 attempt 0), 40 bytes of a torn one"
     ]
     assert [bytes(log.read(claim[0])) for claim in (first, second)] == [b"A" * 100, b"B" * 100]
     assert put(log, 4, b"goes on")[0] == Place(0, 704, 7)
