@@ -134,6 +134,12 @@ class LedgerFile:
         """Frees the file; what was written stays."""
         self._connection.close()
 
+    def discard(self) -> None:
+        """Removes a file that this object made and that nothing was written to."""
+        assert self.created and self.load() is None, "only an empty ledger is discarded"
+        self.close()
+        self.path.unlink()
+
     def _create(self, facts: LedgerFacts) -> None:
         values = {"schema": SCHEMA, "run_id": facts.run_id, "shard": facts.shard, "num_shards": facts.num_shards, "branch": 0}
         with self._transaction():

@@ -51,6 +51,7 @@ def recover(log: SegmentLog, ledger: LedgerFile, problem: Callable[[GroupRow], s
         DataError: the ledger is damaged, or gone while the log is there.
     """
     if ledger.created and log.num_segments:
+        ledger.discard()  # or the next start would take it for the ledger of an empty queue
         raise DataError(
             f"{ledger.path} is missing beside {log.num_segments} segments in {log.folder}, so nobody knows which groups are in them: "
             "bring it back, or move the folder away to start from the checkpoint's frontier with no group queued"
