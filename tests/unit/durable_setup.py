@@ -18,7 +18,7 @@ PLENTY = 1 << 40
 
 
 def new_log(folder: Path, **more: Any) -> SegmentLog:
-    return SegmentLog(folder / "log", "run-1", 0, **{"free_bytes": lambda _: PLENTY, **more})
+    return SegmentLog(folder / "log", "run-1", 0, **{"free_bytes": lambda _: PLENTY, "spare_segments": 0, **more})
 
 
 def new_ledger(folder: Path, **more: Any) -> LedgerFile:

@@ -41,6 +41,7 @@ class SegmentLog:
     Args:
         segment_bytes: a new file is begun beyond this size; a larger record gets a file of its own.
         reserve_bytes: left free on the disk, for the ledger and for checkpoints.
+        spare_segments: files without live payload that are kept to be written anew; more, and any left by an earlier process, go.
         free_bytes: tells the free bytes of a folder.
 
     Attributes:
@@ -64,11 +65,14 @@ class SegmentLog:
         *,
         segment_bytes: int = 256 << 20,
         reserve_bytes: int = 64 << 20,
+        spare_segments: int = 4,
         free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
         self.folder, self.run_id, self.shard = folder, run_id, shard
         self.report: list[str] = []
         self._segment_bytes, self._reserve_bytes, self._free_bytes = segment_bytes, reserve_bytes, free_bytes
+        self._spare_segments = spare_segments
+        self._spares: list[SegmentFile] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(folder)
         self._live: dict[int, dict[int, int]] = {}  # segment, payload offset: payload length
@@ -82,17 +86,19 @@ class SegmentLog:
         except DataError:
             os.close(self._lock)
             raise
+        for spare in folder.glob("spare-*.log"):
+            spare.unlink()
         self._next = max(self._files, default=-1) + 1
         self._adopted = not self._files
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self._files.values())
+        """Bytes of all files, spare ones included."""
+        return sum(file.capacity for file in (*self._files.values(), *self._spares))
 
     @property
     def num_segments(self) -> int:
-        """Number of files."""
+        """Number of files that hold payload or are written."""
         return len(self._files)
 
     # writing
@@ -107,13 +113,15 @@ class SegmentLog:
         self._check_usable()
         length = sum(memoryview(frame).nbytes for frame in frames)
         needed = RECORD_HEADER_BYTES + aligned(length)
-        check_room(self.folder, self._free_bytes(self.folder), needed, self._reserve_bytes)
+        growth = self._growth(needed)
+        if growth:
+            check_room(self.folder, self._free_bytes(self.folder), growth, self._reserve_bytes)
         try:
             file = self._file_for(needed)
             self._dirty.add(file.number)
             place = file.append(ticket, attempt, frames, checksum)
         except OSError as error:
-            raise refusal(self.folder, error, self._free_bytes(self.folder), needed) from error
+            raise refusal(self.folder, error, self._free_bytes(self.folder), growth) from error
         self._live.setdefault(place.segment, {})[place.offset] = place.length
         return place
 
@@ -202,8 +210,9 @@ class SegmentLog:
         """Cuts the newest file behind its last claimed payload, and writes on there."""
         ends = [offset + aligned(length) for offset, length in self._live.get(file.number, {}).items()]
         end = max(ends, default=FILE_HEADER_BYTES)
-        if file.size > end:
-            self.report.append(f"{file.path.name}: cut from {file.size} to {end} bytes: {file.tail(end)}")
+        tail = file.tail(end)
+        if tail:
+            self.report.append(f"{file.path.name}: cut behind byte {end}: {tail}")
         if ends and end < self._segment_bytes:
             file.continue_at(end)
             self._active = file
@@ -211,9 +220,11 @@ class SegmentLog:
 
     def _file_for(self, needed: int) -> SegmentFile:
         active = self._active
-        if active is not None and (active.size == FILE_HEADER_BYTES or active.size + needed <= self._segment_bytes):
+        if active is not None and self._fits(active, needed):
             return active
-        file = SegmentFile.create(self.folder, FileHeader(run_id=self.run_id, shard=self.shard, number=self._next))
+        spare = self._spares.pop() if self._spares else None
+        header = FileHeader(run_id=self.run_id, shard=self.shard, number=self._next, recycled=spare is not None)
+        file = SegmentFile.create(self.folder, header, spare)
         if active is not None:
             active.seal()
             if active.number not in self._live:
@@ -225,7 +236,21 @@ class SegmentLog:
 
     def _remove(self, number: int) -> None:
         self._dirty.discard(number)
-        self._files.pop(number).unlink()
+        file = self._files.pop(number)
+        spare = len(self._spares) < self._spare_segments and file.capacity <= self._segment_bytes
+        if spare and self._free_bytes(self.folder) >= self._reserve_bytes and file.retire():
+            self._spares.append(file)
+        else:
+            file.unlink()
+
+    def _fits(self, file: SegmentFile, needed: int) -> bool:
+        return file.size == FILE_HEADER_BYTES or file.size + needed <= self._segment_bytes
+
+    def _growth(self, needed: int) -> int:
+        """Bytes that the disk must give for a record of ``needed`` bytes."""
+        if self._active is not None and self._fits(self._active, needed):
+            return max(0, self._active.size + needed - self._active.capacity)
+        return max(0, FILE_HEADER_BYTES + needed - (self._spares[-1].capacity if self._spares else 0))
 
     def _check_usable(self) -> None:
         if self._failure:
