@@ -5,10 +5,9 @@ import pytest
 from durable_setup import files, flip, frontier, new_ledger, new_log, put, queued, segment_path
 
 from asyncrl.errors import DataError, QueueError
-from asyncrl.queue.durable.place import Place
+from asyncrl.queue.durable.place import Damaged, Place
 from asyncrl.queue.durable.recovery import recover
 from asyncrl.queue.durable.rows import Changes, GroupRow, StepRow
-from asyncrl.queue.durable.segments import Damaged
 
 
 def test_a_killed_log_gives_back_what_is_claimed_and_cuts_the_rest(tmp_path):

@@ -8,23 +8,19 @@ Source: design note, section 4, "Durability".
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from asyncrl.errors import DataError, QueueError
+from asyncrl.queue.durable.disk import checksum_at, write_all
 from asyncrl.queue.durable.place import Place
 from asyncrl.queue.durable.record import ALIGNMENT, FILE_HEADER_BYTES, RECORD_HEADER_BYTES, FileHeader, RecordHeader, aligned
 
 __all__ = ["SegmentFile", "segment_numbers"]
 
-MAX_BUFFERS = 1024  # IOV_MAX of Linux
-READ_BYTES = 1 << 20
 _ZEROS = bytes(ALIGNMENT)
 
 
@@ -161,7 +157,7 @@ class SegmentFile:
                     return f"header damaged: the ledger says {expected}, the file {met}"
                 if place.end > (size := os.fstat(fd).st_size):
                     return f"cut short: {size - place.offset} of {place.length} bytes are there"
-                found = _checksum_at(fd, place) if payload else checksum
+                found = checksum_at(fd, place.offset, place.length) if payload else checksum
         except (DataError, OSError) as error:
             return str(error)
         return "" if found == checksum else f"checksum differs: xxh3-64 was {checksum:#018x} and is {found:#018x}"
@@ -195,7 +191,7 @@ class SegmentFile:
         start, total = self.size, sum(buffer.nbytes for buffer in buffers)
         assert self._fd is not None, "a sealed segment is not written"
         try:
-            _write_all(self._fd, buffers, start)
+            write_all(self._fd, buffers, start)
         except OSError:
             with contextlib.suppress(OSError):  # the next record overwrites what is left, and a start cuts it
                 os.ftruncate(self._fd, self.capacity)
@@ -238,28 +234,3 @@ class SegmentFile:
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"segment-{number:08d}.log"
-
-
-def _write_all(fd: int, buffers: list[memoryview], position: int) -> None:
-    first = 0
-    while first < len(buffers):
-        written = os.pwritev(fd, buffers[first : first + MAX_BUFFERS], position)
-        position += written
-        if not written and any(buffer.nbytes for buffer in buffers[first : first + MAX_BUFFERS]):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        while first < len(buffers) and written >= buffers[first].nbytes:
-            written -= buffers[first].nbytes
-            first += 1
-        if written:
-            buffers[first] = buffers[first][written:]
-
-
-def _checksum_at(fd: int, place: Place) -> int:
-    digest, buffer, position = xxhash.xxh3_64(), memoryview(bytearray(min(READ_BYTES, max(place.length, 1)))), place.offset
-    while position < place.end:
-        number = os.preadv(fd, [buffer[: place.end - position]], position)
-        if not number:
-            break
-        digest.update(buffer[:number])
-        position += number
-    return digest.intdigest()

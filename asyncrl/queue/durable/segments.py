@@ -10,29 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import DataError, QueueError
 from asyncrl.queue.durable.disk import check_room, free_bytes_of, lock_folder, refusal, sync_folder
-from asyncrl.queue.durable.place import Place
+from asyncrl.queue.durable.place import Claim, Damaged, Place
 from asyncrl.queue.durable.record import FILE_HEADER_BYTES, RECORD_HEADER_BYTES, FileHeader, aligned
 from asyncrl.queue.durable.segment_file import SegmentFile, segment_numbers
+from asyncrl.queue.durable.spares import Spares
 
-__all__ = ["Claim", "Damaged", "SegmentLog"]
-
-Claim = tuple[Place, int, int, int]
-"""What a ledger row says of a payload: place, ticket, attempt, xxh3-64."""
-
-
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    """A payload that cannot be used, and why."""
-
-    ticket: int
-    attempt: int
-    reason: str
+__all__ = ["SegmentLog"]
 
 
 class SegmentLog:
@@ -71,8 +59,6 @@ class SegmentLog:
         self.folder, self.run_id, self.shard = folder, run_id, shard
         self.report: list[str] = []
         self._segment_bytes, self._reserve_bytes, self._free_bytes = segment_bytes, reserve_bytes, free_bytes
-        self._spare_segments = spare_segments
-        self._spares: list[SegmentFile] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(folder)
         self._live: dict[int, dict[int, int]] = {}  # segment, payload offset: payload length
@@ -86,15 +72,14 @@ class SegmentLog:
         except DataError:
             os.close(self._lock)
             raise
-        for spare in folder.glob("spare-*.log"):
-            spare.unlink()
+        self._spares = Spares(folder, spare_segments, segment_bytes)
         self._next = max(self._files, default=-1) + 1
         self._adopted = not self._files
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files, spare ones included."""
-        return sum(file.capacity for file in (*self._files.values(), *self._spares))
+        return sum(file.capacity for file in self._files.values()) + self._spares.num_bytes
 
     @property
     def num_segments(self) -> int:
@@ -222,7 +207,7 @@ class SegmentLog:
         active = self._active
         if active is not None and self._fits(active, needed):
             return active
-        spare = self._spares.pop() if self._spares else None
+        spare = self._spares.take()
         header = FileHeader(run_id=self.run_id, shard=self.shard, number=self._next, recycled=spare is not None)
         file = SegmentFile.create(self.folder, header, spare)
         if active is not None:
@@ -236,12 +221,7 @@ class SegmentLog:
 
     def _remove(self, number: int) -> None:
         self._dirty.discard(number)
-        file = self._files.pop(number)
-        spare = len(self._spares) < self._spare_segments and file.capacity <= self._segment_bytes
-        if spare and self._free_bytes(self.folder) >= self._reserve_bytes and file.retire():
-            self._spares.append(file)
-        else:
-            file.unlink()
+        self._spares.offer(self._files.pop(number), room=self._free_bytes(self.folder) >= self._reserve_bytes)
 
     def _fits(self, file: SegmentFile, needed: int) -> bool:
         return file.size == FILE_HEADER_BYTES or file.size + needed <= self._segment_bytes
@@ -250,7 +230,7 @@ class SegmentLog:
         """Bytes that the disk must give for a record of ``needed`` bytes."""
         if self._active is not None and self._fits(self._active, needed):
             return max(0, self._active.size + needed - self._active.capacity)
-        return max(0, FILE_HEADER_BYTES + needed - (self._spares[-1].capacity if self._spares else 0))
+        return max(0, FILE_HEADER_BYTES + needed - self._spares.next_bytes)
 
     def _check_usable(self) -> None:
         if self._failure:
