@@ -1,5 +1,6 @@
 import errno
 import os
+import pickle
 
 import numpy as np
 import pyarrow as pa
@@ -302,3 +303,20 @@ def test_on_a_full_disk_a_spare_file_can_be_written_and_no_new_one_is_kept(tmp_p
     assert log.check(*again) == ""
     with pytest.raises(DiskFull):
         put(log, 4, b"y" * 300)
+
+
+def test_handles_files_and_bytes_stay_flat_while_payload_comes_and_goes(tmp_path):
+    log, live, seen = new_log(tmp_path, segment_bytes=4096, spare_segments=2), [], []
+    for ticket in range(600):
+        live.append(put(log, ticket, bytes(1000)))
+        log.read(live[0][0])
+        if len(live) > 8:
+            log.release(live.pop(0)[0])
+        seen.append((len(os.listdir("/proc/self/fd")), log.num_segments, log.num_bytes))
+    assert live[-1][0].segment > 190  # three records a file
+    assert [max(column) for column in zip(*seen[300:], strict=True)] == [max(column) for column in zip(*seen[50:300], strict=True)]
+
+
+def test_a_full_disk_survives_pickle_with_its_numbers():
+    error = pickle.loads(pickle.dumps(DiskFull("no room", folder="/x", free_bytes=1)))
+    assert (str(error), error.folder, error.free_bytes) == ("no room", "/x", 1)
