@@ -320,3 +320,16 @@ def test_handles_files_and_bytes_stay_flat_while_payload_comes_and_goes(tmp_path
 def test_a_full_disk_survives_pickle_with_its_numbers():
     error = pickle.loads(pickle.dumps(DiskFull("no room", folder="/x", free_bytes=1)))
     assert (str(error), error.folder, error.free_bytes) == ("no room", "/x", 1)
+
+
+def test_what_an_earlier_segment_left_in_a_file_is_not_reported_as_a_record(tmp_path):
+    log = new_log(tmp_path, segment_bytes=520, spare_segments=1)
+    old = [put(log, ticket, b"o" * 64) for ticket in range(3)]  # two records of 128 bytes a file
+    log.release(old[0][0])
+    log.release(old[1][0])
+    claims = [put(log, ticket, b"n" * 64) for ticket in (3, 4)]
+    assert claims[1][0] == Place(2, 320, 64)  # where ticket 0 lay; ticket 1 still lies behind it
+    assert b"o" * 64 in segment_path(tmp_path, claims[1][0]).read_bytes()
+    log.close()
+    log = new_log(tmp_path)
+    assert log.adopt([old[2], *claims]) == [] and log.report == []
