@@ -1,7 +1,7 @@
 """The segment log under any interleaving of use, kills and damage, beside a model of what must be in it.
 
 Whatever happens: an undamaged claimed record reads back bit-equal, a damaged one is named, nothing else is lost, and no file
-without a claimed record stays, but for the one that is written.
+without a claimed record stays, but for the one that is written and the spare ones allowed.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class LogMachine(RuleBasedStateMachine):
         self.ticket = 0
         self.free = PLENTY
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(spares=st.integers(0, 2))
+    def begin(self, spares: int) -> None:
+        self.spares = spares
         self.log = self.open()
 
     def teardown(self) -> None:
@@ -48,7 +49,15 @@ class LogMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     def open(self) -> SegmentLog:
-        return SegmentLog(self.folder, "run", 3, segment_bytes=SEGMENT_BYTES, reserve_bytes=64, free_bytes=lambda _: self.free)
+        return SegmentLog(
+            self.folder,
+            "run",
+            3,
+            segment_bytes=SEGMENT_BYTES,
+            reserve_bytes=64,
+            spare_segments=self.spares,
+            free_bytes=lambda _: self.free,
+        )
 
     def path(self, number: int) -> Path:
         return self.folder / f"segment-{number:08d}.log"
@@ -73,10 +82,13 @@ class LogMachine(RuleBasedStateMachine):
     def append_on_a_full_disk(self, size: int) -> None:
         self.free, before = 64, self.log.num_bytes
         try:
-            self.log.append(self.ticket, 0, [bytes(size)], 0)
-            raise AssertionError("the disk is full")
+            place = self.log.append(self.ticket, 0, [bytes(size)], 0)
         except DiskFull:
             assert self.log.num_bytes == before
+        else:  # only into bytes that the disk has given before
+            assert self.spares and self.log.num_bytes == before
+            self.free = PLENTY
+            self.log.release(place)
         self.free = PLENTY
 
     @precondition(lambda self: self.claimed)
@@ -191,7 +203,9 @@ class LogMachine(RuleBasedStateMachine):
         claimed, there = {place.segment for place, _ in self.claimed.values()}, segment_numbers(self.folder)
         assert claimed <= set(there) and set(there) - claimed <= set(there[-1:])
         assert self.log.num_segments == len(there)
-        assert self.log.num_bytes == sum(self.path(number).stat().st_size for number in there)
+        spares = list(self.folder.glob("spare-*"))
+        assert len(spares) <= self.spares
+        assert self.log.num_bytes == sum(path.stat().st_size for path in [*map(self.path, there), *spares])
 
     @invariant()
     def places_do_not_overlap(self) -> None:

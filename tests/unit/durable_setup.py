@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.queue.durable.ledger_file import LedgerFile
-from asyncrl.queue.durable.place import Place
+from asyncrl.queue.durable.place import Claim, Place
 from asyncrl.queue.durable.record import payload_checksum
 from asyncrl.queue.durable.rows import GroupRow
-from asyncrl.queue.durable.segments import Claim, SegmentLog
+from asyncrl.queue.durable.segments import SegmentLog
 from asyncrl.queue.messages import Frontier
 from asyncrl.trajectory import GroupMeta
 
@@ -18,7 +18,7 @@ PLENTY = 1 << 40
 
 
 def new_log(folder: Path, **more: Any) -> SegmentLog:
-    return SegmentLog(folder / "log", "run-1", 0, **{"free_bytes": lambda _: PLENTY, **more})
+    return SegmentLog(folder / "log", "run-1", 0, **{"free_bytes": lambda _: PLENTY, "spare_segments": 0, **more})
 
 
 def new_ledger(folder: Path, **more: Any) -> LedgerFile:

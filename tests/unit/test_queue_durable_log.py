@@ -1,9 +1,11 @@
 import errno
 import os
+import pickle
 
+import numpy as np
 import pyarrow as pa
 import pytest
-from durable_setup import files, flip, new_log, put, segment_path
+from durable_setup import PLENTY, files, flip, new_log, put, segment_path
 
 from asyncrl.errors import DataError, DiskFull, QueueError
 from asyncrl.queue.durable.place import Place
@@ -253,3 +255,81 @@ def test_another_process_reads_and_checks_a_file_without_the_lock(tmp_path):
     file.close()
     with pytest.raises(DataError, match=r"segment-00000009\.log is missing"):
         SegmentFile.open(tmp_path / "log", 9)
+
+
+def test_a_released_file_is_written_anew_and_its_old_records_are_not_believed(tmp_path):
+    log = new_log(tmp_path, segment_bytes=700, spare_segments=1)
+    claims = [put(log, ticket, bytes([ticket]) * 300) for ticket in range(3)]  # one a file, of 640 bytes
+    inode = segment_path(tmp_path, claims[0][0]).stat().st_ino
+    log.release(claims[0][0])
+    log.release(claims[1][0])  # one spare file is kept, this one goes
+    assert sorted(os.listdir(tmp_path / "log")) == ["lock", "segment-00000002.log", "spare-00000000.log"]
+    assert (log.num_segments, log.num_bytes) == (1, 1280)
+    again = put(log, 3, b"short")
+    assert segment_path(tmp_path, again[0]).stat().st_ino == inode
+    assert again[0] == Place(3, 320, 5) and log.num_bytes == 1280
+    put(log, 4, b"x" * 64)  # goes into the same file
+    assert bytes(log.read(again[0])) == b"short" and log.check(*again) == ""
+    old = Place(3, claims[0][0].offset, 300)
+    assert log.check(old, 0, 0, claims[0][3]).startswith("header damaged: the ledger says")
+    log.close()
+    log = new_log(tmp_path, segment_bytes=700, spare_segments=1)
+    assert log.adopt([claims[2], again]) == []
+    assert log.report == ["segment-00000003.log: cut behind byte 384: 1 whole records that no ledger row needs (ticket 4 attempt 0)"]
+    assert files(tmp_path) == ["segment-00000002.log", "segment-00000003.log"]
+
+
+def test_a_file_with_a_view_in_use_is_not_written_anew(tmp_path):
+    log = new_log(tmp_path, segment_bytes=700, spare_segments=4)
+    first, second, _ = (put(log, ticket, bytes([ticket]) * 300) for ticket in range(3))
+    view = np.frombuffer(log.read(first[0]), np.uint8)
+    log.read(second[0])  # dropped at once
+    log.release(first[0])
+    log.release(second[0])
+    assert sorted(path.name for path in (tmp_path / "log").glob("spare*")) == ["spare-00000001.log"]
+    put(log, 3, b"z" * 300)
+    assert (view == 0).all() and len(view) == 300
+
+
+def test_on_a_full_disk_a_spare_file_can_be_written_and_no_new_one_is_kept(tmp_path):
+    free = [PLENTY]
+    log = new_log(tmp_path, segment_bytes=700, spare_segments=4, free_bytes=lambda _: free[0])
+    claims = [put(log, ticket, bytes([ticket]) * 300) for ticket in range(3)]
+    log.release(claims[0][0])
+    free[0] = 100  # below the reserve
+    log.release(claims[1][0])
+    assert sorted(os.listdir(tmp_path / "log")) == ["lock", "segment-00000002.log", "spare-00000000.log"]
+    again = put(log, 3, b"y" * 300)
+    assert log.check(*again) == ""
+    with pytest.raises(DiskFull):
+        put(log, 4, b"y" * 300)
+
+
+def test_handles_files_and_bytes_stay_flat_while_payload_comes_and_goes(tmp_path):
+    log, live, seen = new_log(tmp_path, segment_bytes=4096, spare_segments=2), [], []
+    for ticket in range(600):
+        live.append(put(log, ticket, bytes(1000)))
+        log.read(live[0][0])
+        if len(live) > 8:
+            log.release(live.pop(0)[0])
+        seen.append((len(os.listdir("/proc/self/fd")), log.num_segments, log.num_bytes))
+    assert live[-1][0].segment > 190  # three records a file
+    assert [max(column) for column in zip(*seen[300:], strict=True)] == [max(column) for column in zip(*seen[50:300], strict=True)]
+
+
+def test_a_full_disk_survives_pickle_with_its_numbers():
+    error = pickle.loads(pickle.dumps(DiskFull("no room", folder="/x", free_bytes=1)))
+    assert (str(error), error.folder, error.free_bytes) == ("no room", "/x", 1)
+
+
+def test_what_an_earlier_segment_left_in_a_file_is_not_reported_as_a_record(tmp_path):
+    log = new_log(tmp_path, segment_bytes=520, spare_segments=1)
+    old = [put(log, ticket, b"o" * 64) for ticket in range(3)]  # two records of 128 bytes a file
+    log.release(old[0][0])
+    log.release(old[1][0])
+    claims = [put(log, ticket, b"n" * 64) for ticket in (3, 4)]
+    assert claims[1][0] == Place(2, 320, 64)  # where ticket 0 lay; ticket 1 still lies behind it
+    assert b"o" * 64 in segment_path(tmp_path, claims[1][0]).read_bytes()
+    log.close()
+    log = new_log(tmp_path)
+    assert log.adopt([old[2], *claims]) == [] and log.report == []

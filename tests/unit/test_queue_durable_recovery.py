@@ -5,10 +5,9 @@ import pytest
 from durable_setup import files, flip, frontier, new_ledger, new_log, put, queued, segment_path
 
 from asyncrl.errors import DataError, QueueError
-from asyncrl.queue.durable.place import Place
+from asyncrl.queue.durable.place import Damaged, Place
 from asyncrl.queue.durable.recovery import recover
 from asyncrl.queue.durable.rows import Changes, GroupRow, StepRow
-from asyncrl.queue.durable.segments import Damaged
 
 
 def test_a_killed_log_gives_back_what_is_claimed_and_cuts_the_rest(tmp_path):
@@ -23,8 +22,7 @@ def test_a_killed_log_gives_back_what_is_claimed_and_cuts_the_rest(tmp_path):
     assert log.adopt([second, first]) == []
     # file header 256, records of 64 + 128 bytes: the third begins at 640, the torn bytes at 832
     assert log.report == [
-        "segment-00000000.log: cut from 872 to 640 bytes: "
-        "1 whole records that no ledger row needs (ticket 2 attempt 0), 40 bytes of a torn one"
+        "segment-00000000.log: cut behind byte 640: 1 whole records that no ledger row needs (ticket 2 attempt 0), 40 bytes of no record"
     ]
     assert [bytes(log.read(claim[0])) for claim in (first, second)] == [b"A" * 100, b"B" * 100]
     assert put(log, 4, b"goes on")[0] == Place(0, 704, 7)
@@ -140,7 +138,7 @@ def test_a_torn_tail_is_the_group_that_it_cuts(tmp_path):
     log = new_log(tmp_path)
     found = recover(log, new_ledger(tmp_path))
     assert found.damaged == (Damaged(3, 0, "cut short: 60 of 100 bytes are there"),)
-    assert "no whole record, 124 bytes of a torn one" in found.report[0]
+    assert found.report == ("segment-00000000.log: cut behind byte 832: a torn record (ticket 3 attempt 0)",)
     assert put(log, 3, b"again", attempt=1)[0] == Place(0, claims[3][0].offset, 5)
 
 

@@ -1,4 +1,4 @@
-"""What the log asks of a disk: room, one writer, names that survive a power loss, and words for what went wrong.
+"""What the log asks of a disk: room, one writer, whole writes, names that survive a power loss, and words for what went wrong.
 
 Source: design note, section 4, "Durability".
 """
@@ -10,9 +10,14 @@ import fcntl
 import os
 from pathlib import Path
 
+import xxhash
+
 from asyncrl.errors import DiskFull, QueueError
 
-__all__ = ["check_room", "free_bytes_of", "lock_folder", "refusal", "sync_folder"]
+__all__ = ["check_room", "checksum_at", "free_bytes_of", "lock_folder", "refusal", "sync_folder", "write_all"]
+
+MAX_BUFFERS = 1024  # IOV_MAX of Linux
+READ_BYTES = 1 << 20
 
 
 def free_bytes_of(folder: Path) -> int:
@@ -67,3 +72,30 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_all(fd: int, buffers: list[memoryview], position: int) -> None:
+    """Writes all buffers from byte ``position`` of a file on, however often the system stops short. Raises OSError."""
+    first = 0
+    while first < len(buffers):
+        written = os.pwritev(fd, buffers[first : first + MAX_BUFFERS], position)
+        position += written
+        if not written and any(buffer.nbytes for buffer in buffers[first : first + MAX_BUFFERS]):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        while first < len(buffers) and written >= buffers[first].nbytes:
+            written -= buffers[first].nbytes
+            first += 1
+        if written:
+            buffers[first] = buffers[first][written:]
+
+
+def checksum_at(fd: int, offset: int, length: int) -> int:
+    """xxh3-64 of the bytes of a file; of fewer if it ends before. Raises OSError."""
+    digest, buffer, position, end = xxhash.xxh3_64(), memoryview(bytearray(min(READ_BYTES, max(length, 1)))), offset, offset + length
+    while position < end:
+        number = os.preadv(fd, [buffer[: end - position]], position)
+        if not number:
+            break
+        digest.update(buffer[:number])
+        position += number
+    return digest.intdigest()

@@ -1,13 +1,15 @@
-"""Where a payload lies in the segment log.
+"""Where a payload lies in the segment log, what the ledger claims of it, and what was found instead.
 
 Source: design note, section 4, "Durability".
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
-__all__ = ["Place"]
+__all__ = ["Claim", "Damaged", "Place"]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -26,3 +28,16 @@ class Place(msgspec.Struct, frozen=True):
     def end(self) -> int:
         """The byte after the payload's last."""
         return self.offset + self.length
+
+
+Claim = tuple[Place, int, int, int]
+"""What a ledger row says of a payload: place, ticket, attempt, xxh3-64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A payload that cannot be used, and why."""
+
+    ticket: int
+    attempt: int
+    reason: str

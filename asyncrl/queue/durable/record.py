@@ -29,7 +29,7 @@ FILE_HEADER_BYTES = 256
 MAX_RUN_ID_BYTES = 192
 
 _RECORD = struct.Struct("<8sIIQQQQQ4xI")  # magic, format, attempt, ticket, segment, offset, length, checksum, crc
-_FILE = struct.Struct(f"<8sIIQI{MAX_RUN_ID_BYTES}s32xI")  # magic, format, shard, number, bytes of the run id, run id, crc
+_FILE = struct.Struct(f"<8sIIQI{MAX_RUN_ID_BYTES}sI28xI")  # magic, format, shard, number, bytes of the run id, run id, recycled, crc
 _RECORD_MAGIC = b"ARLQREC\n"
 _FILE_MAGIC = b"ARLQSEG\n"
 assert _RECORD.size == RECORD_HEADER_BYTES
@@ -66,11 +66,12 @@ class RecordHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileHeader:
-    """Whose segment file this is."""
+    """Whose segment file this is; ``recycled``: bytes of an earlier segment follow the last record."""
 
     run_id: str
     shard: int
     number: int
+    recycled: bool = False
 
     def pack(self) -> bytes:
         """The first 256 bytes of the file.
@@ -81,7 +82,7 @@ class FileHeader:
         name = self.run_id.encode()
         if len(name) > MAX_RUN_ID_BYTES:
             raise DataError(f"a run id has at most {MAX_RUN_ID_BYTES} bytes; met {len(name)}: {self.run_id[:40]!r}…: choose a shorter one")
-        return _sealed(_FILE.pack(_FILE_MAGIC, FORMAT, self.shard, self.number, len(name), name, 0))
+        return _sealed(_FILE.pack(_FILE_MAGIC, FORMAT, self.shard, self.number, len(name), name, self.recycled, 0))
 
     @classmethod
     def parse(cls, data: bytes) -> FileHeader:
@@ -91,8 +92,8 @@ class FileHeader:
             DataError: cut short, damaged, no header, or of another format.
         """
         _check_sealed(data, FILE_HEADER_BYTES, _FILE_MAGIC, "file header")
-        _, _, shard, number, length, name, _ = _FILE.unpack(data)
-        return cls(run_id=name[:length].decode(), shard=shard, number=number)
+        _, _, shard, number, length, name, recycled, _ = _FILE.unpack(data)
+        return cls(run_id=name[:length].decode(), shard=shard, number=number, recycled=bool(recycled))
 
 
 def aligned(num_bytes: int) -> int:

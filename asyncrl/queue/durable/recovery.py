@@ -19,8 +19,9 @@ import msgspec
 
 from asyncrl.errors import DataError
 from asyncrl.queue.durable.ledger_file import LedgerFile
+from asyncrl.queue.durable.place import Claim, Damaged
 from asyncrl.queue.durable.rows import Changes, GroupRow, Snapshot
-from asyncrl.queue.durable.segments import Claim, Damaged, SegmentLog
+from asyncrl.queue.durable.segments import SegmentLog
 
 __all__ = ["Recovered", "recover"]
 

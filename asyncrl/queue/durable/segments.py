@@ -10,29 +10,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from asyncrl.errors import DataError, QueueError
 from asyncrl.queue.durable.disk import check_room, free_bytes_of, lock_folder, refusal, sync_folder
-from asyncrl.queue.durable.place import Place
+from asyncrl.queue.durable.place import Claim, Damaged, Place
 from asyncrl.queue.durable.record import FILE_HEADER_BYTES, RECORD_HEADER_BYTES, FileHeader, aligned
 from asyncrl.queue.durable.segment_file import SegmentFile, segment_numbers
+from asyncrl.queue.durable.spares import Spares
 
-__all__ = ["Claim", "Damaged", "SegmentLog"]
-
-Claim = tuple[Place, int, int, int]
-"""What a ledger row says of a payload: place, ticket, attempt, xxh3-64."""
-
-
-@dataclass(frozen=True, slots=True)
-class Damaged:
-    """A payload that cannot be used, and why."""
-
-    ticket: int
-    attempt: int
-    reason: str
+__all__ = ["SegmentLog"]
 
 
 class SegmentLog:
@@ -41,6 +29,7 @@ class SegmentLog:
     Args:
         segment_bytes: a new file is begun beyond this size; a larger record gets a file of its own.
         reserve_bytes: left free on the disk, for the ledger and for checkpoints.
+        spare_segments: files without live payload that are kept to be written anew; more, and any left by an earlier process, go.
         free_bytes: tells the free bytes of a folder.
 
     Attributes:
@@ -64,6 +53,7 @@ class SegmentLog:
         *,
         segment_bytes: int = 256 << 20,
         reserve_bytes: int = 64 << 20,
+        spare_segments: int = 4,
         free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
         self.folder, self.run_id, self.shard = folder, run_id, shard
@@ -82,17 +72,18 @@ class SegmentLog:
         except DataError:
             os.close(self._lock)
             raise
+        self._spares = Spares(folder, spare_segments, segment_bytes)
         self._next = max(self._files, default=-1) + 1
         self._adopted = not self._files
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(file.size for file in self._files.values())
+        """Bytes of all files, spare ones included."""
+        return sum(file.capacity for file in self._files.values()) + self._spares.num_bytes
 
     @property
     def num_segments(self) -> int:
-        """Number of files."""
+        """Number of files that hold payload or are written."""
         return len(self._files)
 
     # writing
@@ -107,13 +98,15 @@ class SegmentLog:
         self._check_usable()
         length = sum(memoryview(frame).nbytes for frame in frames)
         needed = RECORD_HEADER_BYTES + aligned(length)
-        check_room(self.folder, self._free_bytes(self.folder), needed, self._reserve_bytes)
+        growth = self._growth(needed)
+        if growth:
+            check_room(self.folder, self._free_bytes(self.folder), growth, self._reserve_bytes)
         try:
             file = self._file_for(needed)
             self._dirty.add(file.number)
             place = file.append(ticket, attempt, frames, checksum)
         except OSError as error:
-            raise refusal(self.folder, error, self._free_bytes(self.folder), needed) from error
+            raise refusal(self.folder, error, self._free_bytes(self.folder), growth) from error
         self._live.setdefault(place.segment, {})[place.offset] = place.length
         return place
 
@@ -206,8 +199,9 @@ class SegmentLog:
         """Cuts the newest file behind its last claimed payload, and writes on there."""
         ends = [offset + aligned(length) for offset, length in self._live.get(file.number, {}).items()]
         end = max(ends, default=FILE_HEADER_BYTES)
-        if file.size > end:
-            self.report.append(f"{file.path.name}: cut from {file.size} to {end} bytes: {file.tail(end)}")
+        tail = file.tail(end)
+        if tail:
+            self.report.append(f"{file.path.name}: cut behind byte {end}: {tail}")
         if ends and end < self._segment_bytes:
             file.continue_at(end)
             self._active = file
@@ -215,9 +209,11 @@ class SegmentLog:
 
     def _file_for(self, needed: int) -> SegmentFile:
         active = self._active
-        if active is not None and (active.size == FILE_HEADER_BYTES or active.size + needed <= self._segment_bytes):
+        if active is not None and self._fits(active, needed):
             return active
-        file = SegmentFile.create(self.folder, FileHeader(run_id=self.run_id, shard=self.shard, number=self._next))
+        spare = self._spares.take()
+        header = FileHeader(run_id=self.run_id, shard=self.shard, number=self._next, recycled=spare is not None)
+        file = SegmentFile.create(self.folder, header, spare)
         if active is not None:
             active.seal()
             if active.number not in self._live:
@@ -229,7 +225,16 @@ class SegmentLog:
 
     def _remove(self, number: int) -> None:
         self._dirty.discard(number)
-        self._files.pop(number).unlink()
+        self._spares.offer(self._files.pop(number), room=self._free_bytes(self.folder) >= self._reserve_bytes)
+
+    def _fits(self, file: SegmentFile, needed: int) -> bool:
+        return file.size == FILE_HEADER_BYTES or file.size + needed <= self._segment_bytes
+
+    def _growth(self, needed: int) -> int:
+        """Bytes that the disk must give for a record of ``needed`` bytes."""
+        if self._active is not None and self._fits(self._active, needed):
+            return max(0, self._active.size + needed - self._active.capacity)
+        return max(0, FILE_HEADER_BYTES + needed - self._spares.next_bytes)
 
     def _check_usable(self) -> None:
         if self._failure:
