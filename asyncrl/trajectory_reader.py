@@ -202,11 +202,16 @@ def _token_arrays(column: pa.ListArray, dtype: np.dtype[Any], memory: _Memory) -
     ranges = list(itertools.pairwise(offsets))
     if dtype.kind == "b":
         packed = np.frombuffer(memory.view(start, start + (offsets[-1] + 7) // 8), np.uint8)
-        bits = np.unpackbits(packed, count=offsets[-1], bitorder="little").view(bool)
-        bits.flags.writeable = False
-        return [bits[low:high] for low, high in ranges]
+        return [_bits(packed, low, high) for low, high in ranges]
     size = dtype.itemsize
     return [np.frombuffer(memory.view(start + low * size, start + high * size), dtype) for low, high in ranges]
+
+
+def _bits(packed: np.ndarray, low: int, high: int) -> np.ndarray:
+    first = low // 8
+    bits = np.unpackbits(packed[first : (high + 7) // 8], count=high - 8 * first, bitorder="little").view(bool)[low - 8 * first :]
+    bits.flags.writeable = False
+    return bits
 
 
 def _extra(text: str, group_id: str) -> dict[str, Any]:
