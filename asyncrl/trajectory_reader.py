@@ -34,45 +34,41 @@ def read_rows(payload: Any) -> Iterator[dict[str, Any]]:
     Raises:
         SchemaError: another schema version, missing or unknown columns, too many rows, a null, or bytes that are no such stream.
     """
-    memory = _Memory(list(payload) if isinstance(payload, (list, tuple)) else [payload])
-    try:
+    frames = list(payload) if isinstance(payload, (list, tuple)) else [payload]
+    memory = _Memory(frames)
+    batch = None if memory.is_whole else _batch_around_tokens(memory)
+    if batch is None:
+        memory = memory if memory.is_whole else _Memory([b"".join(frames)])
         batch = _read_batch(memory)
-    except (pa.ArrowException, OSError, EOFError, StopIteration, struct.error) as error:
-        raise SchemaError(f"payload is not a readable Arrow stream: {error}") from error
     return _rows(batch, memory)
 
 
 class _Memory:
-    """Frames as one address space; those that hold only tokens are left where they are.
+    """Frames as one address space.
 
-    Several frames are laid out in anonymous memory of their total size, into which only the small ones are copied: pages of large
-    frames are never touched there. :meth:`fill` copies the large ones that turn out to hold something else than tokens.
+    Several frames are laid out in anonymous memory of their total size, into which only the small ones are copied: the pages of
+    large frames are never touched there, and :meth:`view` reads the frames themselves.
     """
 
     def __init__(self, frames: Sequence[Any]) -> None:
         self._frames = [view for view in (memoryview(frame).cast("B") for frame in frames) if view.nbytes]
         self._starts = list(itertools.accumulate((view.nbytes for view in self._frames), initial=0))
         self.num_bytes = self._starts.pop()
-        self._single = len(self._frames) < 2
-        self._whole = self._frames[0] if self._frames and self._single else memoryview(b"")
-        if not self._single:
-            self._whole = memoryview(mmap.mmap(-1, self.num_bytes))
-            self._copy(lambda start, stop: stop - start < JOIN_BELOW_BYTES)
+        self.is_whole = len(self._frames) < 2
+        self.left_out: list[tuple[int, int]] = []
+        self._whole = self._frames[0] if len(self._frames) == 1 else memoryview(b"")
+        if not self.is_whole:
+            self._lay_out()
         self.buffer = pa.py_buffer(self._whole)
 
-    def _copy(self, wanted: Any) -> None:
+    def _lay_out(self) -> None:
+        self._whole = memoryview(mmap.mmap(-1, self.num_bytes))
         for start, view in zip(self._starts, self._frames, strict=True):
-            if wanted(start, start + view.nbytes):
-                self._whole[start : start + view.nbytes] = view
-
-    def fill(self, tokens: Sequence[tuple[int, int]]) -> None:
-        """Copies every large frame that does not lie wholly within one of the ranges ``tokens``."""
-        if not self._single:
-
-            def wanted(start: int, stop: int) -> bool:
-                return stop - start >= JOIN_BELOW_BYTES and not any(low <= start and stop <= high for low, high in tokens)
-
-            self._copy(wanted)
+            stop = start + view.nbytes
+            if view.nbytes < JOIN_BELOW_BYTES:
+                self._whole[start:stop] = view
+            else:
+                self.left_out.append((start, stop))
 
     def place(self, buffer: pa.Buffer) -> tuple[int, int]:
         """Byte range of an Arrow buffer that was read from this memory."""
@@ -81,7 +77,7 @@ class _Memory:
 
     def view(self, start: int, stop: int) -> memoryview:
         """The bytes of a range: a view if one frame holds them all, otherwise a copy."""
-        if self._single:
+        if self.is_whole:
             return self._whole[start:stop]
         first = bisect.bisect_right(self._starts, start) - 1
         pieces = []
@@ -92,26 +88,51 @@ class _Memory:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
 
+def _batch_around_tokens(memory: _Memory) -> pa.RecordBatch | None:
+    """The batch, if all that was left out of memory are values of token columns; None if anything else may have been.
+
+    Token values lie in the body, behind all metadata, so that a batch that was read from pages left empty is never taken.
+    """
+    try:
+        batch = _read_batch(memory)
+    except SchemaError:
+        return None
+    buffers = [batch.column(name).values.buffers()[1] for name in TOKEN_COLUMNS]
+    tokens = [memory.place(buffer) for buffer in buffers if buffer]
+    covered = all(any(low <= start and stop <= high for low, high in tokens) for start, stop in memory.left_out)
+    return batch if covered else None
+
+
 def _read_batch(memory: _Memory) -> pa.RecordBatch:
+    try:
+        return _checked_batch(memory)
+    except (pa.ArrowException, OSError, EOFError, StopIteration, struct.error, UnicodeDecodeError) as error:
+        raise SchemaError(f"payload is not a readable Arrow stream: {error or 'it ends too early'}") from error
+
+
+def _checked_batch(memory: _Memory) -> pa.RecordBatch:
     source = pa.BufferReader(memory.buffer)
     messages = pa.ipc.MessageReader.open_stream(source)
-    message = messages.read_next_message()
-    if message.type != "schema":
-        raise SchemaError(f"payload is not a readable Arrow stream: it begins with a schema; met {message.type}")
-    schema = pa.ipc.read_schema(message)
+    schema = pa.ipc.read_schema(_next(messages, "schema"))
     _check_schema(schema)
-    message = messages.read_next_message()
-    if message.type != "record batch" or _is_compressed(message.metadata):
-        raise SchemaError(f"a group is one uncompressed record batch; met {message.type}")
+    message = _next(messages, "record batch")
+    if _is_compressed(message.metadata):
+        raise SchemaError("a group is one uncompressed record batch; met a compressed one")
     batch = pa.ipc.read_record_batch(message, schema)
     if not 1 <= batch.num_rows <= MAX_SIBLINGS:
         raise SchemaError(f"a group has 1 to {MAX_SIBLINGS} rows; met {batch.num_rows}")
     _check_end(memory, source.tell())
-    memory.fill([memory.place(batch.column(name).values.buffers()[1]) for name in TOKEN_COLUMNS if batch.column(name).values.buffers()[1]])
     batch.validate(full=True)
     for name in SCHEMA.names:
         _check_nulls(name, batch.column(name))
     return batch
+
+
+def _next(messages: Any, kind: str) -> Any:
+    message = messages.read_next_message()
+    if message.type != kind:
+        raise SchemaError(f"payload is not a readable Arrow stream: a {kind} is next; met {message.type}")
+    return message
 
 
 def _check_end(memory: _Memory, position: int) -> None:
@@ -181,11 +202,16 @@ def _token_arrays(column: pa.ListArray, dtype: np.dtype[Any], memory: _Memory) -
     ranges = list(itertools.pairwise(offsets))
     if dtype.kind == "b":
         packed = np.frombuffer(memory.view(start, start + (offsets[-1] + 7) // 8), np.uint8)
-        bits = np.unpackbits(packed, count=offsets[-1], bitorder="little").view(bool)
-        bits.flags.writeable = False
-        return [bits[low:high] for low, high in ranges]
+        return [_bits(packed, low, high) for low, high in ranges]
     size = dtype.itemsize
     return [np.frombuffer(memory.view(start + low * size, start + high * size), dtype) for low, high in ranges]
+
+
+def _bits(packed: np.ndarray, low: int, high: int) -> np.ndarray:
+    first = low // 8
+    bits = np.unpackbits(packed[first : (high + 7) // 8], count=high - 8 * first, bitorder="little").view(bool)[low - 8 * first :]
+    bits.flags.writeable = False
+    return bits
 
 
 def _extra(text: str, group_id: str) -> dict[str, Any]:
