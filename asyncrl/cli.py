@@ -6,6 +6,7 @@ asyncrl resume RUN [launch.steps=200]               continue from the newest che
 asyncrl export RUN DIR                              write a Hugging Face folder
 asyncrl eval MODEL task=sums …                      score a held-out set greedily
 asyncrl config [GROUP]                              list options: meaning, unit, default, range
+asyncrl keys DIR NAME…                              make CURVE keys for a queue that other machines reach
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 from asyncrl import __version__
 from asyncrl.errors import AsyncRLError
+from asyncrl.queue.commands import add_commands
 
 __all__ = ["main"]
 
@@ -55,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="list every option")
     config.add_argument("group", nargs="?", default="", metavar="GROUP")
     config.set_defaults(command=_config)
+    add_commands(commands)
     return parser
 
 
