@@ -7,6 +7,7 @@ asyncrl export RUN DIR                              write a Hugging Face folder
 asyncrl eval MODEL task=sums …                      score a held-out set greedily
 asyncrl config [GROUP]                              list options: meaning, unit, default, range
 asyncrl keys DIR NAME…                              make CURVE keys for a queue that other machines reach
+asyncrl bench NAME [--json FILE]                    measure against a floor and against peers
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def _parser() -> argparse.ArgumentParser:
     config.add_argument("group", nargs="?", default="", metavar="GROUP")
     config.set_defaults(command=_config)
     add_commands(commands)
+    bench = commands.add_parser("bench", help="measure against a floor and against peers")
+    bench.add_argument("name", choices=["queue"])
+    bench.add_argument("--json", metavar="FILE", help="write the figures there")
+    bench.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved repeats that the medians are taken of (3)")
+    bench.set_defaults(command=_bench)
     return parser
 
 
@@ -112,3 +118,11 @@ def _config(options: argparse.Namespace) -> int:
 
     print(listing(options.group), end="")
     return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from asyncrl.bench import run_bench
+
+    return run_bench(options.name, Path(options.json) if options.json else None, max(1, options.repeats))

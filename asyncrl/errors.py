@@ -61,6 +61,10 @@ class QueueError(AsyncRLError, RuntimeError):
     """The queue refused a request."""
 
 
+class DiskFull(AsyncRLError, OSError):
+    """The disk of a folder has no room for what is to be written; nothing of it was kept."""
+
+
 class FencedError(QueueError):
     """The caller belongs to a learner incarnation that has been replaced."""
 

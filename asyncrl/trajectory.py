@@ -20,6 +20,8 @@ import numpy as np
 import pyarrow as pa
 
 from asyncrl.errors import SchemaError
+from asyncrl.trajectory_frames import SCHEMA, SCHEMA_VERSION, Buffer, write_frames
+from asyncrl.trajectory_reader import read_rows
 
 __all__ = [
     "SCHEMA",
@@ -30,41 +32,10 @@ __all__ = [
     "VersionSpan",
     "decode_group",
     "encode_group",
+    "encode_group_frames",
 ]
 
-SCHEMA_VERSION = 1
 MAX_TOKENS = 1 << 22
-MAX_SIBLINGS = 1 << 12
-
-_SPAN = pa.struct([pa.field("start", pa.int32(), False), pa.field("version", pa.int64(), False)])
-_PART = pa.struct([pa.field("name", pa.string(), False), pa.field("value", pa.float64(), False)])
-
-SCHEMA = pa.schema(
-    [
-        pa.field("group_id", pa.string(), False),
-        pa.field("ticket", pa.int64(), False),
-        pa.field("attempt", pa.int32(), False),
-        pa.field("sibling", pa.int32(), False),
-        pa.field("sample", pa.int32(), False),
-        pa.field("prompt_id", pa.string(), False),
-        pa.field("seed", pa.int64(), False),
-        pa.field("incarnation", pa.int32(), False),
-        pa.field("input_ids", pa.list_(pa.field("item", pa.int32(), False)), False),
-        pa.field("loss_mask", pa.list_(pa.field("item", pa.bool_(), False)), False),
-        pa.field("behavior_logprobs", pa.list_(pa.field("item", pa.float32(), False)), False),
-        pa.field("version_spans", pa.list_(pa.field("item", _SPAN, False)), False),
-        pa.field("reward", pa.float64(), False),
-        pa.field("reward_parts", pa.list_(pa.field("item", _PART, False)), False),
-        pa.field("finish_reason", pa.string(), False),
-        pa.field("temperature", pa.float32(), False),
-        pa.field("generator", pa.string(), False),
-        pa.field("engine", pa.string(), False),
-        pa.field("dispatched_s", pa.float64(), False),
-        pa.field("finished_s", pa.float64(), False),
-        pa.field("extra", pa.string(), False),
-    ],
-    metadata={"asyncrl.schema_version": str(SCHEMA_VERSION)},
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +124,19 @@ class Trajectory:
     @property
     def num_sampled_tokens(self) -> int:
         """Number of tokens with loss_mask True."""
-        return int(self.loss_mask.sum())
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> int:
         """Lowest step that sampled any token of it."""
         return min(span.version for span in self.version_spans)
+
+    def tokens_by_version(self) -> dict[int, int]:
+        """Number of sampled tokens by the step that sampled them."""
+        counts = Counter[int]()
+        for span, end in self._spans():
+            counts[span.version] += int(np.count_nonzero(self.loss_mask[span.start : end]))
+        return {version: number for version, number in counts.items() if number}
 
     def token_versions(self) -> np.ndarray:
         """int64 [T]: the step that sampled each token, -1 where loss_mask is False."""
@@ -231,9 +209,7 @@ class TrajectoryGroup:
         """Summarises the group for the planner; ``payload_bytes`` is its size on the wire."""
         first, counts = self.trajectories[0], Counter[int]()
         for trajectory in self.trajectories:
-            versions = trajectory.token_versions()
-            values, numbers = np.unique(versions[versions >= 0], return_counts=True)
-            counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
+            counts.update(trajectory.tokens_by_version())
         return GroupMeta(
             group_id=first.group_id,
             ticket=first.ticket,
@@ -249,64 +225,38 @@ class TrajectoryGroup:
         )
 
 
+def encode_group_frames(group: TrajectoryGroup) -> list[Buffer]:
+    """The group's rows as frames that concatenate to one Arrow IPC stream.
+
+    Large token columns are views of the trajectories' own arrays: do not change those before the frames are sent.
+    """
+    rows = group.trajectories
+    columns: dict[str, list[Any]] = {name: [getattr(t, name) for t in rows] for name in SCHEMA.names}
+    columns["version_spans"] = [[(s.start, s.version) for s in t.version_spans] for t in rows]
+    columns["reward_parts"] = [list(t.reward_parts.items()) for t in rows]
+    columns["extra"] = [json.dumps(dict(t.extra)) for t in rows]
+    return write_frames(columns)
+
+
 def encode_group(group: TrajectoryGroup) -> pa.Buffer:
-    """One Arrow IPC stream holding the group's rows."""
-    batch = pa.RecordBatch.from_pylist([_row(t) for t in group.trajectories], schema=SCHEMA)
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_stream(sink, SCHEMA) as writer:
-        writer.write_batch(batch)
-    return sink.getvalue()
+    """One Arrow IPC stream holding the group's rows, in one piece."""
+    return pa.py_buffer(b"".join(encode_group_frames(group)))
 
 
 def decode_group(payload: Any) -> TrajectoryGroup:
-    """Reads one group back; token columns are views of the payload where Arrow allows it.
+    """Reads one group back from one buffer or a list of frames; token columns are read-only views of it.
 
     Raises:
         SchemaError: another schema version, missing columns, too many rows, or a rule of
             :class:`Trajectory` broken; names the field and the value met.
     """
-    try:
-        with pa.ipc.open_stream(payload) as reader:
-            _check_schema(reader.schema)
-            table = reader.read_all().combine_chunks()
-            table.validate(full=True)
-    except (pa.ArrowException, OSError) as error:
-        raise SchemaError(f"payload is not a readable Arrow stream: {error}") from error
-    if not 1 <= table.num_rows <= MAX_SIBLINGS:
-        raise SchemaError(f"a group has 1 to {MAX_SIBLINGS} rows; met {table.num_rows}")
-    return TrajectoryGroup(trajectories=tuple(_from_rows(table)))
+    return TrajectoryGroup(trajectories=tuple(_from_row(row) for row in read_rows(payload)))
 
 
-def _row(t: Trajectory) -> dict[str, Any]:
-    row = {name: getattr(t, name) for name in SCHEMA.names}
-    row["version_spans"] = [{"start": s.start, "version": s.version} for s in t.version_spans]
-    row["reward_parts"] = [{"name": k, "value": v} for k, v in t.reward_parts.items()]
-    row["extra"] = json.dumps(dict(t.extra))
-    return row
-
-
-def _from_rows(table: pa.Table) -> Iterator[Trajectory]:
-    jagged = ("input_ids", "loss_mask", "behavior_logprobs")
-    arrays = {name: table.column(name).combine_chunks() for name in jagged}
-    scalars = table.drop_columns(list(jagged)).to_pylist()
-    for i, row in enumerate(scalars):
-        row["version_spans"] = [VersionSpan(s["start"], s["version"]) for s in row["version_spans"]]
-        row["reward_parts"] = {p["name"]: p["value"] for p in row["reward_parts"]}
-        try:
-            row["extra"] = json.loads(row["extra"])
-        except json.JSONDecodeError as error:
-            raise SchemaError(f"extra is JSON; met {row['extra'][:80]!r}", group_id=row["group_id"]) from error
-        values = {name: arrays[name][i].values.to_numpy(zero_copy_only=False) for name in jagged}
-        yield Trajectory.checked(**row, **values)
-
-
-def _check_schema(schema: pa.Schema) -> None:
-    version = (schema.metadata or {}).get(b"asyncrl.schema_version", b"none").decode()
-    if version != str(SCHEMA_VERSION):
-        raise SchemaError(f"schema version is {SCHEMA_VERSION}; met {version}: upgrade the older side")
-    missing = [f.name for f in SCHEMA if f.name not in schema.names or schema.field(f.name).type != f.type]
-    if missing:
-        raise SchemaError(f"columns missing or of another type: {', '.join(missing)}")
+def _from_row(row: dict[str, Any]) -> Trajectory:
+    row["version_spans"] = [VersionSpan(s["start"], s["version"]) for s in row["version_spans"]]
+    row["reward_parts"] = {p["name"]: p["value"] for p in row["reward_parts"]}
+    return Trajectory.checked(**row)
 
 
 def _check(t: Trajectory) -> None:
@@ -338,11 +288,12 @@ def _check(t: Trajectory) -> None:
 
 def _check_logprobs(t: Trajectory, fail: Any) -> None:
     logprobs = t.behavior_logprobs
-    if not np.isfinite(logprobs).all():
+    lowest, highest = float(logprobs.min()), float(logprobs.max())  # NaN where any entry is
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
         fail("behavior_logprobs", "finite", float(logprobs[~np.isfinite(logprobs)][0]))
-    if float(logprobs.max()) > 1e-3:
-        fail("behavior_logprobs", "log-probs are not positive", float(logprobs.max()))
-    if np.any(logprobs[~t.loss_mask] != 0.0):
+    if highest > 1e-3:
+        fail("behavior_logprobs", "log-probs are not positive", highest)
+    if np.greater(logprobs != 0.0, t.loss_mask).any():
         fail("behavior_logprobs", "0.0 where loss_mask is False", "another value")
 
 

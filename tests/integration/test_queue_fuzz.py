@@ -37,7 +37,8 @@ def test_what_is_no_refusal_is_a_crash_that_can_be_repeated() -> None:
             return str(1 // len(frames)) if not frames else ""
 
     tally = flood(Fragile(), good_messages(), 250, seed=5)
-    assert tally.sent == 250 == tally.accepted + tally.crashed.total() and tally.crashed["ZeroDivisionError in test_queue_fuzz.py:receive"] >= 10
+    assert tally.sent == 250 == tally.accepted + tally.crashed.total()
+    assert tally.crashed["ZeroDivisionError in test_queue_fuzz.py:receive"] >= 10
     assert "seed 5, message" in tally.problems[0]
 
 

@@ -1,0 +1,44 @@
+"""Released segment files that are kept to be written anew, since pages and blocks that are there cost a fraction of new ones.
+
+Source: design note, section 4, "Durability".
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from asyncrl.queue.durable.segment_file import SegmentFile
+
+__all__ = ["Spares"]
+
+
+class Spares:
+    """At most ``limit`` files of at most ``segment_bytes`` bytes; those of an earlier process go."""
+
+    def __init__(self, folder: Path, limit: int, segment_bytes: int) -> None:
+        self._limit, self._segment_bytes = limit, segment_bytes
+        self._files: list[SegmentFile] = []
+        for path in folder.glob("spare-*.log"):
+            path.unlink()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(file.capacity for file in self._files)
+
+    @property
+    def next_bytes(self) -> int:
+        """Bytes of the file that :meth:`take` would give; 0 if there is none."""
+        return self._files[-1].capacity if self._files else 0
+
+    def take(self) -> SegmentFile | None:
+        """The file released last, whose pages are most likely still in memory."""
+        return self._files.pop() if self._files else None
+
+    def offer(self, file: SegmentFile, room: bool) -> None:
+        """A file that is needed no more: it is kept, or removed if the disk has no ``room``, it is too large or still being read."""
+        wanted = room and len(self._files) < self._limit and file.capacity <= self._segment_bytes
+        if wanted and file.retire():
+            self._files.append(file)
+        else:
+            file.unlink()

@@ -1,0 +1,1 @@
+"""Measurements that ``asyncrl bench NAME`` runs; one module a subject."""
