@@ -61,6 +61,10 @@ class QueueError(AsyncRLError, RuntimeError):
     """The queue refused a request."""
 
 
+class UnknownSession(QueueError):
+    """The broker doesn't know the caller: it was started again, and a hello comes first."""
+
+
 class DiskFull(AsyncRLError, OSError):
     """The disk of a folder has no room for what is to be written; nothing of it was kept."""
 

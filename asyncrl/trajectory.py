@@ -176,6 +176,11 @@ class GroupMeta:
         return min(self.tokens_by_version)
 
     @property
+    def newest_version(self) -> int:
+        """Highest step that sampled any token of the group."""
+        return max(self.tokens_by_version)
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Sampled tokens of all siblings together."""
         return sum(self.sampled_tokens_N)

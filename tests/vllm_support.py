@@ -33,7 +33,7 @@ class Rig:
         self.facts = RunFacts(
             run_id=f"rig{time.time_ns()}",
             incarnation=0,
-            queue_endpoint="",
+            queue_endpoints=(),
             sync_endpoint="",
             rendezvous="",
             model_dir=str(self.model_dir),

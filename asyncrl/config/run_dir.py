@@ -23,7 +23,7 @@ class RunFacts(BaseModel):
     Attributes:
         run_id: one id for the whole life of the run directory.
         incarnation: rises by one with every start from a checkpoint.
-        queue_endpoint, sync_endpoint: ZeroMQ addresses of broker and publisher.
+        queue_endpoints: ZeroMQ addresses of the brokers, by shard. sync_endpoint: that of the publisher.
         rendezvous: init method of the learner ranks' store (``file://`` or ``tcp://host:port``).
         model_dir: Hugging Face folder that both sides load.
         generator_device, learner_device: ``cpu`` or ``cuda``.
@@ -34,7 +34,7 @@ class RunFacts(BaseModel):
 
     run_id: str
     incarnation: int
-    queue_endpoint: str
+    queue_endpoints: tuple[str, ...]
     sync_endpoint: str
     rendezvous: str
     model_dir: str
@@ -65,6 +65,7 @@ class RunDir:
         self.tensorboard = self.path / "tensorboard"
         self.export = self.path / "export"
         self.weights = self.path / "weights"
+        self.queue = self.path / "queue"
 
     def read_config(self) -> Config:
         """The resolved options."""
@@ -96,8 +97,14 @@ class RunDir:
 
     def latest_checkpoint(self) -> Path | None:
         """The newest checkpoint whose manifest was written, or None."""
-        done = sorted(p.parent for p in self.checkpoints.glob("step-*/manifest.json"))
-        return done[-1] if done else None
+        return max(self._done_checkpoints(), default=None)
+
+    def oldest_checkpoint(self) -> Path | None:
+        """The oldest checkpoint that is still there, or None."""
+        return min(self._done_checkpoints(), default=None)
+
+    def _done_checkpoints(self) -> list[Path]:
+        return [path.parent for path in self.checkpoints.glob("step-*/manifest.json")]
 
     def _read(self, file: Path) -> str:
         if not file.is_file():

@@ -165,7 +165,20 @@ class QueueConfig(Group):
     dead_after_s: float = option(15.0, "a producer silent for so long is dead", unit="s", gt=0)
     last_batch: Literal["train", "drop"] = option("train", "what becomes of the last, partial batch of a finite training set")
     transport: Literal["ipc", "tcp"] = option("ipc", "socket family of queue and sync on this host")
-    port: int = option(0, "first of the two loopback ports of transport=tcp; 0: any free ones", ge=0, le=65534)
+    payload: Literal["shm", "inline"] = option("shm", "how tokens travel: in shared memory of one host, or through the broker's sockets")
+    durability: Literal["memory", "written", "synced"] = option(
+        "written", "what an acknowledgement survives: nothing, the death of the broker, the loss of power"
+    )
+    max_log_mib: int = option(4096, "log on disk, beyond which payload kept for older checkpoints goes", unit="MiB", ge=1)
+    shards: int = option(1, "brokers; ticket t belongs to broker t modulo their number", ge=1, le=64)
+    order: Literal["fifo", "freshest", "uniform", "prioritised"] = option(
+        "fifo", "how finished groups are chosen; all but fifo keep the staleness bound by dropping"
+    )
+    max_uses: int = option(1, "steps in which a group is trained before it goes", ge=1, le=64)
+    samples_per_insert: float = option(0.0, "uses that a group pays for in the long run; 0: max_uses", ge=0)
+    error_buffer: float = option(0.0, "uses by which that ratio may be off; 0: the least that cannot block", ge=0)
+    priority_exponent: float = option(1.0, "chance of a group goes with its priority to this power", ge=0)
+    port: int = option(0, "first of the loopback ports of transport=tcp, one for sync and one a broker; 0: any free ones", ge=0, le=65534)
 
 
 class SyncConfig(Group):

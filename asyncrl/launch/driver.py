@@ -89,7 +89,7 @@ class Driver:
             # the slowest to come up first; each waits for the others by itself
             specs = processes.generators(self._run_dir, self._config, self._facts)
             specs += processes.learners(self._run_dir, self._config, self._facts)
-            for spec in [*specs, processes.queue(self._run_dir)]:
+            for spec in [*specs, *processes.brokers(self._run_dir, self._config)]:
                 self._specs[spec.name] = spec
                 supervisor.start(spec)
             self._view.update(f"starting {', '.join(self._specs)}", None, None)
@@ -137,21 +137,26 @@ class Driver:
 
     def _on_exit(self, exit_: Exit, supervisor: Supervisor, observer: Observer) -> None:
         text = _death(exit_)
-        if not exit_.name.startswith("generator"):
+        broker = processes.is_broker(exit_.name)
+        if not (exit_.name.startswith("generator") or (broker and self._config.queue.durability != "memory")):
             raise ProcessDied(text, process=exit_.name)
         self._restarts[exit_.name] += 1
         if self._restarts[exit_.name] > self._config.launch.max_restarts:
             raise ProcessDied(f"{text}; it was restarted {self._config.launch.max_restarts} times", process=exit_.name)
-        self._view.say(f"{text}; starting it again, its tickets are issued again")
-        observer.producer_gone(exit_.name)
+        if broker:
+            self._view.say(f"{text}; starting it again over its log")
+        else:
+            self._view.say(f"{text}; starting it again, its tickets are issued again")
+            observer.producer_gone(exit_.name)
         supervisor.start(self._specs[exit_.name])
 
     def _stop(self, supervisor: Supervisor, observer: Observer | None) -> None:
         """No more tickets; generators end and the learner checkpoints; the queue last."""
-        if observer is None or "queue" not in supervisor.running:
+        brokers = [name for name in supervisor.running if processes.is_broker(name)]
+        if observer is None or not brokers:
             return
         self._ask(observer.stop)
-        workers = [name for name in supervisor.running if name != "queue"]
+        workers = [name for name in supervisor.running if not processes.is_broker(name)]
         supervisor.terminate(workers)
         exits = supervisor.wait(workers, self._config.launch.stop_grace_s)
         self._stop_failures = [_death(exit_) for exit_ in exits if exit_.name.startswith("learner") and exit_.code != 0]
@@ -159,7 +164,7 @@ class Driver:
         self._stop_failures += [f"{name} did not end within launch.stop_grace_s and was killed" for name in late]
         self._status = self._ask(observer.status) or self._status
         self._ask(lambda: observer.stop(exit=True))
-        supervisor.wait(["queue"], QUEUE_STOP_S)
+        supervisor.wait(brokers, QUEUE_STOP_S)
         supervisor.kill_all()
 
     def _ask(self, request: Callable[[], R]) -> R | None:
@@ -223,4 +228,4 @@ def _death(exit_: Exit) -> str:
 
 def _cause_first(exit_: Exit) -> tuple[bool, bool, str]:
     """The queue's death explains a learner's, and both explain a generator's."""
-    return (exit_.name.startswith("generator"), exit_.name != "queue", exit_.name)
+    return (exit_.name.startswith("generator"), not processes.is_broker(exit_.name), exit_.name)

@@ -104,7 +104,7 @@ def _check_devices(config: Config) -> None:
 def _check_ports(config: Config) -> None:
     if config.queue.transport != "tcp" or config.queue.port == 0:
         return
-    for port in (config.queue.port, config.queue.port + 1):
+    for port in range(config.queue.port, config.queue.port + config.queue.shards + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

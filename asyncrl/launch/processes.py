@@ -8,12 +8,20 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.launch.supervisor import ProcessSpec
 
-__all__ = ["evaluation", "export", "generators", "learners", "queue"]
+__all__ = ["brokers", "evaluation", "export", "generators", "is_broker", "learners"]
 
 
-def queue(run_dir: RunDir) -> ProcessSpec:
-    """The broker of the versioned queue."""
-    return ProcessSpec(name="queue", command=(sys.executable, "-m", "asyncrl.queue", str(run_dir.path)))
+def brokers(run_dir: RunDir, config: Config) -> list[ProcessSpec]:
+    """The brokers of the versioned queue."""
+    command, shards = (sys.executable, "-m", "asyncrl.queue", str(run_dir.path)), config.queue.shards
+    if shards == 1:
+        return [ProcessSpec(name="queue", command=command)]
+    return [ProcessSpec(name=f"queue-{shard}", command=(*command, "--shard", str(shard))) for shard in range(shards)]
+
+
+def is_broker(name: str) -> bool:
+    """Whether a process of this name is a broker."""
+    return name.startswith("queue")
 
 
 def learners(run_dir: RunDir, config: Config, facts: RunFacts) -> list[ProcessSpec]:

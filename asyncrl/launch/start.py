@@ -77,16 +77,18 @@ def model_cache() -> Path:
 def _facts(config: Config, run_id: str, incarnation: int, model_dir: Path, checkpoint: Path | None) -> RunFacts:
     scratch = scratch_folder(run_id)
     scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shards = config.queue.shards
     if config.queue.transport == "tcp":
-        port = config.queue.port or _free_port()
-        ends = (f"tcp://127.0.0.1:{port}", f"tcp://127.0.0.1:{config.queue.port + 1 if config.queue.port else _free_port()}")
+        first = config.queue.port
+        ports = [first + n if first else _free_port() for n in range(shards + 1)]
+        sync, *brokers = (f"tcp://127.0.0.1:{port}" for port in ports)
     else:
-        ends = (f"ipc://{scratch}/queue", f"ipc://{scratch}/sync")
+        sync, *brokers = (f"ipc://{scratch}/sync", *(f"ipc://{scratch}/queue-{n}" for n in range(shards)))
     return RunFacts(
         run_id=run_id,
         incarnation=incarnation,
-        queue_endpoint=ends[0],
-        sync_endpoint=ends[1],
+        queue_endpoints=tuple(brokers),
+        sync_endpoint=sync,
         rendezvous=f"file://{scratch}/rendezvous-{incarnation}",
         model_dir=str(model_dir),
         generator_device=device_of(config.generator.device),

@@ -9,6 +9,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import PeerTimeout
+from asyncrl.launch.processes import is_broker
 from asyncrl.launch.supervisor import Supervisor
 from asyncrl.queue.client import Observer
 from asyncrl.queue.messages import QueueStatus
@@ -37,7 +38,7 @@ class Watch:
         """Reads new metrics, and at most once per interval the queue's status."""
         self._read_metrics()
         now = time.monotonic()
-        if now - self._last_status_s < self._config.monitor.interval_s or "queue" not in supervisor.running:
+        if now - self._last_status_s < self._config.monitor.interval_s or not any(map(is_broker, supervisor.running)):
             return None
         self._last_status_s = now
         try:

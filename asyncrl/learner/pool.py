@@ -29,6 +29,7 @@ from asyncrl.learner.plan import PlanSettings, StepPlan, plan_step, staleness_hi
 from asyncrl.learner.source import BatchSource
 from asyncrl.learner.worker import StepResult, TrainingWorker
 from asyncrl.queue.messages import Committed, Frontier, Lease
+from asyncrl.trajectory import GroupMeta, TrajectoryGroup
 
 __all__ = ["Ending", "Outlets", "Pool"]
 
@@ -45,9 +46,10 @@ class Ending(enum.StrEnum):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others: wait on, train a plan, or end."""
+    """What rank 0 tells the others: wait on, train a plan over these groups, or end."""
 
     plan: StepPlan | None = None
+    groups: tuple[GroupMeta, ...] = ()
     ending: Ending | None = None
 
 
@@ -60,8 +62,8 @@ class Outlets(Protocol):
     def metrics(self, values: dict[str, Any]) -> None:
         """Keeps a step's metrics (rank 0 alone has any)."""
 
-    def checkpoint(self, step: int, frontier: Frontier | None) -> None:
-        """Saves the weights with the frontier that belongs to them."""
+    def checkpoint(self, step: int, frontier: Frontier | None) -> int:
+        """Saves the weights with the frontier that belongs to them; the oldest step that can still be restored."""
 
     def sync_s(self) -> float:
         """Seconds of the last completed sync."""
@@ -128,7 +130,7 @@ class Pool:
         while ending is None:
             ending = self._turn()
         if self._saved != self.step:
-            self._outlets.checkpoint(self.step, self._frontier)
+            self._checkpoint()
         log.info("ended at step %d: %s", self.step, ending.value)
         return ending
 
@@ -137,9 +139,9 @@ class Pool:
         order = self._next_order(leased)
         if order.plan is None:
             return order.ending
-        groups = (
-            self._source.fetch(order.plan.tickets_of(self._worker.engine.data_parallel_rank)) if self._worker.engine.is_mp_source else {}
-        )
+        groups = self._fetch(order)
+        if groups is None:
+            return None
         started_s = time.monotonic()
         try:
             result = self._worker.train_step(order.plan, groups, self._asked)
@@ -149,6 +151,22 @@ class Pool:
             log.info("gave the batch of step %d back untrained", self.step)
             return Ending.ASKED
         return self._settle(order.plan, result, leased, time.monotonic() - started_s)
+
+    def _fetch(self, order: Order) -> dict[int, TrajectoryGroup] | None:
+        """Payload of this rank's groups; None when some rank cannot use its own, and the batch went back."""
+        assert order.plan is not None
+        groups: dict[int, TrajectoryGroup] = {}
+        damaged: list[tuple[int, int, str]] = []
+        if self._worker.engine.is_mp_source:
+            mine = set(order.plan.tickets_of(self._worker.engine.data_parallel_rank))
+            groups, damaged = self._source.fetch([meta for meta in order.groups if meta.ticket in mine])
+        if damaged:
+            self._source.give_back(self.step, damaged)
+        if not self._control.any(bool(damaged)):
+            return groups
+        if self._control.rank == 0:
+            self._source.give_back(self.step)
+        return None
 
     def _lease(self) -> _Leased | None:
         started_s = time.monotonic()
@@ -192,7 +210,7 @@ class Pool:
         plan = plan_step(self.step, lease.groups, self._plan_settings, recompute=self._recompute(lease))
         trained = [meta for meta in lease.groups if meta.ticket in plan.sizes]
         self._staleness = staleness_histogram(self.step, trained, self._config.queue.max_staleness)
-        return Order(plan=plan)
+        return Order(plan=plan, groups=lease.groups)
 
     def _recompute(self, lease: Lease) -> bool:
         algorithm = self._config.algorithm
@@ -215,11 +233,16 @@ class Pool:
             self._outlets.publish(self.step)
         every = self._config.launch.checkpoint_every
         if every and self.step % every == 0:
-            self._outlets.checkpoint(self.step, self._frontier)
-            self._saved = self.step
+            self._checkpoint()
         if not last:
             return None
         return Ending.STEPS if self.step >= self._config.launch.steps else Ending.TARGET
+
+    def _checkpoint(self) -> None:
+        oldest = self._outlets.checkpoint(self.step, self._frontier)
+        self._saved = self.step
+        if self._control.rank == 0:
+            self._source.checkpointed(oldest)
 
     def _report(self, plan: StepPlan, result: StepResult, leased: _Leased | None, committed: Committed | None, train_s: float) -> bool:
         """Writes metrics on rank 0; whether the target reward is reached."""

@@ -1,7 +1,7 @@
 """The queue as a process of its own: ``python -m asyncrl.queue RUN_DIR``.
 
-Reads the run directory, restores the frontier of the checkpoint that the run starts from, and serves until SIGTERM or
-a stop with ``exit``. Exit code 0 in order; otherwise the last log line says why.
+Reads the run directory, takes over what an earlier process left, or takes it back to the checkpoint that the run starts
+from, and serves until SIGTERM or a stop with ``exit``. Exit code 0 in order; otherwise the last log line says why.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from types import FrameType
 import msgspec
 
 from asyncrl.config.run_dir import RunDir, RunFacts, write_atomic
-from asyncrl.errors import AsyncRLError, DataError
+from asyncrl.errors import AsyncRLError, DataError, QueueError
 from asyncrl.queue.broker import Broker
-from asyncrl.queue.gate import Gate
 from asyncrl.queue.messages import Frontier
+from asyncrl.queue.opening import open_queue
 from asyncrl.queue.prompts import TicketPrompts
 from asyncrl.queue.service import QueueService
 from asyncrl.queue.settings import GateSettings
@@ -31,13 +31,14 @@ log = logging.getLogger("asyncrl.queue")
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the broker of a run directory; returns the exit code."""
+    """Runs a broker of a run directory; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m asyncrl.queue", description="The versioned queue of a run.")
     parser.add_argument("run_dir", type=Path)
-    run_dir = RunDir(parser.parse_args(arguments).run_dir)
+    parser.add_argument("--shard", type=int, default=0, help="which of queue.shards brokers")
+    options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s queue %(levelname)s %(message)s")
     try:
-        broker = _broker(run_dir)
+        broker = new_broker(RunDir(options.run_dir), options.shard)
         _end_on_signal(broker)
         return broker.run()
     except AsyncRLError as error:
@@ -60,18 +61,28 @@ def restored_frontier(facts: RunFacts) -> Frontier | None:
         raise DataError(f"a checkpoint has a manifest.json with the queue's frontier; {manifest}: {error!r}") from error
 
 
-def _broker(run_dir: RunDir) -> Broker:
+def new_broker(run_dir: RunDir, shard: int = 0) -> Broker:
+    """A broker over what its run directory holds, listening.
+
+    Raises:
+        AsyncRLError: the directory is damaged or in use, or the endpoint cannot be bound.
+    """
     config, facts = run_dir.read_config(), run_dir.read_facts()
     logging.getLogger().setLevel(config.monitor.log_level.upper())
     source = new_source(config)
-    if source.bad_rows:
+    if source.bad_rows and shard == 0:
         log.warning("%d rows of %s cannot be used; they are listed in %s", len(source.bad_rows), config.task.path, run_dir.bad_rows)
         write_atomic(run_dir.bad_rows, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in source.bad_rows))
-    frontier = restored_frontier(facts)
-    gate = Gate(GateSettings.from_config(config, source.size), frontier, facts.incarnation)
-    prompts = TicketPrompts(source, config.task.seed, config.queue.ticket_deadline_s)
-    broker = Broker(config, facts, QueueService(gate, prompts, run_dir, facts.incarnation))
-    log.info("listening at %s, incarnation %d, from step %d", facts.queue_endpoint, facts.incarnation, gate.frontier().steps)
+    settings = GateSettings.from_config(config, source.size, shard)
+    opened = open_queue(run_dir, config, facts, settings, restored_frontier(facts))
+    service = QueueService(opened, TicketPrompts(source, config.task.seed, config.queue.ticket_deadline_s), run_dir, facts.incarnation)
+    endpoint = facts.queue_endpoints[shard]
+    try:
+        broker = Broker(config, facts, service, endpoint)
+    except QueueError:
+        service.close()
+        raise
+    log.info("listening at %s, incarnation %d, from step %d", endpoint, facts.incarnation, opened.gate.frontier().steps)
     return broker
 
 

@@ -29,7 +29,7 @@ class Acceptance:
         self._incarnation = incarnation
         self.rewards_sum, self.rewards_count = 0.0, 0
 
-    def finish(self, producer: str, meta: GroupMeta) -> str:
+    def finish(self, producer: str, meta: GroupMeta, now_s: float) -> str:
         """See :meth:`asyncrl.queue.gate.Gate.finish`."""
         record = self._book.get(meta.ticket)
         if record is None:
@@ -44,7 +44,18 @@ class Acceptance:
         if problem:
             self._book.fail(record, problem)
             raise VersionError(problem, ticket=meta.ticket, group_id=meta.group_id)
-        return self._accept(record, meta)
+        return self._accept(record, meta, now_s)
+
+    def expects(self, producer: str, ticket: int, attempt: int) -> bool:
+        """Whether this very attempt is being sampled there, so that its payload is worth keeping."""
+        record = self._book.get(ticket)
+        return record is not None and record.state is GroupState.GENERATING and (record.producer, record.attempt) == (producer, attempt)
+
+    def damaged(self, ticket: int, attempt: int, reason: str) -> None:
+        """Payload of a finished group cannot be used: another attempt is made."""
+        record = self._book.get(ticket)
+        if record is not None and record.attempt == attempt and record.finished:
+            self._book.fail(record, f"payload: {reason}")
 
     def fail(self, producer: str, ticket: int, attempt: int, reason: str, final: bool) -> None:
         """See :meth:`asyncrl.queue.gate.Gate.fail`."""
@@ -62,7 +73,7 @@ class Acceptance:
             self._book.fail(record, reason)
 
     def _check_issued(self, ticket: int) -> None:
-        if not self._book.ledger.is_settled(ticket):
+        if not self._book.ledger.is_settled(ticket) and ticket not in self._book.attempts:
             raise QueueError(f"a group answers a ticket that was issued; ticket {ticket} was not", ticket=ticket)
 
     def _check_holder(self, record: GroupRecord, producer: str, attempt: int) -> None:
@@ -88,7 +99,7 @@ class Acceptance:
             return f"in lockstep ticket {meta.ticket} is sampled wholly by version {record.version}; met tokens of version {newest}"
         return ""
 
-    def _accept(self, record: GroupRecord, meta: GroupMeta) -> str:
+    def _accept(self, record: GroupRecord, meta: GroupMeta, now_s: float) -> str:
         self.rewards_sum += sum(meta.rewards_N)
         self.rewards_count += len(meta.rewards_N)
         self._book.remember(meta.ticket, meta.attempt)
@@ -97,5 +108,8 @@ class Acceptance:
             self._book.replaced_this_step += 1
             self._book.drop(record, DropReason.NO_SIGNAL)
             return "no_signal"
-        record.meta, record.state = meta, GroupState.QUEUED
+        if self._book.ledger.steps - meta.oldest_version > self._book.settings.max_staleness:
+            self._book.drop(record, DropReason.STALE)
+            return "stale"
+        self._book.accept(record, meta, now_s)
         return "accepted"

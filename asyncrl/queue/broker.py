@@ -1,10 +1,12 @@
 """The broker's socket and its one loop.
 
-    socket → check protocol, run, session, number → service → reply, or wait
-       ↑ every message and every TICK_S: requests that wait are looked at again, time passes in the gate
+    socket → check protocol, run, session, number → service → answers in memory ─┐
+       ↑  a burst of messages, then once: ledger and log (group commit) ←─────────┘
+       └─ only then the replies of the burst are sent
 
-Consumes requests of producers, consumer and observers; produces replies. It waits for messages alone: producers and
-learner unblock each other through the gate, and a broker to whom nobody speaks any more ends by itself.
+Consumes requests of producers, consumer and observers; produces replies. It waits for messages, and for the disk once a burst:
+producers and learner unblock each other through the gate. While the ledger cannot be written no reply goes out and no message is
+read, so that every client is held back. A broker to whom nobody speaks any more ends by itself.
 
 Source: design note, sections 3 and 4; fault B56.
 """
@@ -13,17 +15,18 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, QueueError, SchemaError
+from asyncrl.errors import AsyncRLError, DiskFull, QueueError, SchemaError
 from asyncrl.queue.messages import (
     PROTOCOL_VERSION,
+    Heartbeat,
     Hello,
     LeaseRequest,
     ProducerGone,
@@ -35,6 +38,7 @@ from asyncrl.queue.messages import (
 )
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Arrival, Session, Sessions
+from asyncrl.queue.waiting import Waiting, WaitingRoom
 from asyncrl.queue.wire import Envelope, decode_envelope, decode_request, encode
 
 __all__ = ["Broker"]
@@ -42,21 +46,14 @@ __all__ = ["Broker"]
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-BURST = 64
-HWM = 1000
+BURST = 128
+HWM = 16
 LINGER_MS = 1000
 MAX_NAME = 128
+MAX_VIOLATIONS = 256
+MAX_VIOLATORS = 4096
 SAY_EVERY_S = 10.0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Waiting:
-    """A request without an answer yet; ``deaths`` counts producers that had died when it came."""
-
-    session: Session
-    request: Request
-    until_s: float
-    deaths: int
+SAY_FIRST = 8
 
 
 class Broker:
@@ -64,19 +61,26 @@ class Broker:
 
     Args:
         service: answers requests.
+        endpoint: where to listen.
 
     Raises:
         QueueError: the endpoint cannot be bound.
     """
 
-    def __init__(self, config: Config, facts: RunFacts, service: QueueService) -> None:
+    def __init__(self, config: Config, facts: RunFacts, service: QueueService, endpoint: str) -> None:
         self._facts = facts
+        self._endpoint = endpoint
         self._service = service
         self._sessions = Sessions()
-        self._waiting: list[_Waiting] = []
+        self._room = WaitingRoom()
+        self._epoch = -1
+        self._spoke: dict[str, None] = {}
+        self._outbox: list[tuple[bytes, Sequence[Any]]] = []
+        self._violations: OrderedDict[bytes, int] = OrderedDict()
+        self._disk_full = ""
         self._longest_wait_s = config.queue.dead_after_s
         self._silence_s = config.generator.start_timeout_s + config.queue.dead_after_s
-        self._heard_s = self._said_s = time.monotonic()
+        self._heard_s = self._said_s = self._ticked_s = time.monotonic()
         self.ending = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -85,21 +89,50 @@ class Broker:
     def run(self) -> int:
         """Serves until it is told to end. Returns 0, or 1 when nobody spoke to it for too long."""
         try:
-            while not (self.ending or self._service.exiting):
-                if self._socket.poll(int(TICK_S * 1000)):
-                    self._drain()
-                now_s = time.monotonic()
-                for line in self._service.expire(now_s):
-                    log.warning(line)
-                self._look_again(now_s)
-                self._say(now_s)
-                if now_s - self._heard_s > self._silence_s:
-                    log.error("nobody has spoken to the queue at %s for %.0f s: it ends", self._facts.queue_endpoint, self._silence_s)
+            while not (self.ending or (self._service.exiting and not self._outbox)):
+                if self._turn():
                     return 1
+            self._commit()
         finally:
             self._socket.close(linger=LINGER_MS)
             self._context.term()
+            self._service.close()
         return 0
+
+    def _turn(self) -> bool:
+        """One burst; True when nobody has spoken for too long."""
+        if self._disk_full:
+            time.sleep(TICK_S)
+        elif self._socket.poll(int(TICK_S * 1000)):
+            self._drain()
+        now_s = time.monotonic()
+        if now_s - self._ticked_s >= TICK_S:
+            self._ticked_s = now_s
+            for line in self._service.expire(now_s):
+                log.warning(line)
+            self._say(now_s)
+        self._look_again(now_s)
+        self._commit()
+        if now_s - self._heard_s > self._silence_s:
+            log.error("nobody has spoken to the queue at %s for %.0f s: it ends", self._endpoint, self._silence_s)
+            return True
+        return False
+
+    def _commit(self) -> None:
+        """Makes the burst recoverable, then answers it."""
+        try:
+            self._service.commit()
+        except DiskFull as error:
+            if not self._disk_full:
+                log.error("every client is held back: %s", error)
+            self._disk_full = str(error)
+            return
+        if self._disk_full:
+            log.info("the ledger can be written again")
+            self._disk_full, self._heard_s = "", time.monotonic()
+        outbox, self._outbox = self._outbox, []
+        for identity, frames in outbox:
+            self._send(identity, frames)
 
     def _bind(self, max_message_bytes: int) -> None:
         for name, value in (
@@ -112,11 +145,11 @@ class Broker:
         ):
             self._socket.setsockopt(name, value)
         try:
-            self._socket.bind(self._facts.queue_endpoint)
+            self._socket.bind(self._endpoint)
         except zmq.ZMQError as error:
             self._socket.close(linger=0)
             self._context.term()
-            raise QueueError(f"the queue listens at {self._facts.queue_endpoint}, which cannot be bound: {error}") from error
+            raise QueueError(f"the queue listens at {self._endpoint}, which cannot be bound: {error}") from error
 
     def _drain(self) -> None:
         for _ in range(BURST):
@@ -125,9 +158,13 @@ class Broker:
             except zmq.Again:
                 return
             self._heard_s = time.monotonic()
-            self._receive(frames[0].bytes, [frame.buffer for frame in frames[1:]], self._heard_s)
+            self.receive(frames[0].bytes, [frame.buffer for frame in frames[1:]], self._heard_s)
 
-    def _receive(self, identity: bytes, frames: list[Any], now_s: float) -> None:
+    def receive(self, identity: bytes, frames: list[Any], now_s: float) -> None:
+        """One message: answered, put among those that wait, or refused and counted."""
+        if self._violations.get(identity, 0) >= MAX_VIOLATIONS:
+            self._service.refused["cut_off"] += 1
+            return
         sequence = -1
         try:
             if not frames:
@@ -142,10 +179,10 @@ class Broker:
             session = self._sessions.of(envelope, identity)
             arrival = session.arrive(sequence)
         except AsyncRLError as error:
-            self._send(identity, [encode(Reply(sequence=sequence, body=self._refusal(error)))])
+            self._reply(identity, [encode(Reply(sequence=sequence, body=self._refusal(error, identity)))])
             return
         if arrival is Arrival.REPEAT and session.kept(sequence):
-            self._send(identity, session.kept(sequence))
+            self._reply(identity, session.kept(sequence))
         elif arrival is not Arrival.WAITING:
             self._first_look(session, request, frames[1:], now_s)
 
@@ -160,29 +197,29 @@ class Broker:
             raise SchemaError(f"a sender's name has 1 to {MAX_NAME} characters; met {len(envelope.sender)}")
 
     def _greet(self, envelope: Envelope, identity: bytes, hello: Hello, now_s: float) -> None:
-        if envelope.sequence != 0:
-            raise SchemaError(f"a hello has number 0; met {envelope.sequence}")
         if self._sessions.greeted(envelope, identity):
-            self._send(identity, [encode(Reply(sequence=0, body=self._service.welcome()))])
+            self._reply(identity, [encode(Reply(sequence=envelope.sequence, body=self._service.welcome()))])
             return
         welcome = self._service.greet(envelope.sender, hello, now_s)
-        self._forget(envelope.sender)
+        self._room.forget(envelope.sender)
         self._sessions.open(envelope, identity, hello)
         log.info("%s says hello as %s, incarnation %d", envelope.sender, hello.role.value, hello.incarnation)
-        self._send(identity, [encode(Reply(sequence=0, body=welcome))])
+        self._reply(identity, [encode(Reply(sequence=envelope.sequence, body=welcome))])
 
     def _first_look(self, session: Session, request: Request, payloads: Sequence[Any], now_s: float) -> None:
-        wait_s = 0.0
-        if isinstance(request.body, TicketRequest | LeaseRequest):
-            wait_s = request.body.wait_s if 0.0 <= request.body.wait_s <= self._longest_wait_s else self._longest_wait_s
-        waiting = _Waiting(session=session, request=request, until_s=now_s + wait_s, deaths=self._service.deaths())
+        wait_s, body = 0.0, request.body
+        if isinstance(body, TicketRequest | LeaseRequest):
+            wait_s = body.wait_s if 0.0 <= body.wait_s <= self._longest_wait_s else self._longest_wait_s
+        waiting = Waiting(session=session, request=request, until_s=now_s + wait_s, deaths=self._service.deaths())
         if not self._look(waiting, payloads, now_s, Call.FIRST if wait_s > 0.0 else Call.ONLY):
-            self._waiting.append(waiting)
-        if isinstance(request.body, ProducerGone):
-            self._forget(request.body.name)
-            self._sessions.close(request.body.name)
+            self._room.add(waiting)
+        if isinstance(body, Heartbeat):
+            self._spoke[session.sender] = None
+        if isinstance(body, ProducerGone):
+            self._room.forget(body.name)
+            self._sessions.close(body.name)
 
-    def _look(self, waiting: _Waiting, payloads: Sequence[Any], now_s: float, call: Call) -> bool:
+    def _look(self, waiting: Waiting, payloads: Sequence[Any], now_s: float, call: Call) -> bool:
         """Whether the request got its answer now."""
         frames: Sequence[Any] = ()
         body: ReplyBody
@@ -192,26 +229,63 @@ class Broker:
                 return False
             body, frames = answer
         except AsyncRLError as error:
-            body = self._refusal(error)
+            body = self._refusal(error, waiting.session.identity)
         reply = [encode(Reply(sequence=waiting.request.sequence, body=body)), *frames]
         waiting.session.answer(waiting.request.sequence, reply)
-        self._send(waiting.session.identity, reply)
+        self._reply(waiting.session.identity, reply)
         return True
 
     def _look_again(self, now_s: float) -> None:
-        left = []
-        for waiting in self._waiting:
-            died = isinstance(waiting.request.body, LeaseRequest) and self._service.deaths() > waiting.deaths
-            call = Call.LAST if died or now_s >= waiting.until_s else Call.AGAIN
-            if not self._look(waiting, (), now_s, call):
-                left.append(waiting)
-        self._waiting = left
+        if not len(self._room):
+            self._spoke.clear()
+            return
+        for waiting in self._room.over(now_s):
+            self._again(waiting, now_s, Call.LAST)
+        for waiting in self._room.leases():
+            self._again(waiting, now_s, Call.LAST if self._service.deaths() > waiting.deaths else Call.AGAIN)
+        epoch = self._service.gate.epoch
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._look_at_producers(now_s)
+        else:
+            for sender in self._spoke:
+                for waiting in self._room.of(sender):
+                    self._again(waiting, now_s, Call.AGAIN)
+        self._spoke.clear()
 
-    def _refusal(self, error: AsyncRLError) -> Refused:
+    def _look_at_producers(self, now_s: float) -> None:
+        shut_at = -1
+        for waiting in self._room.tickets():
+            version = self._service.version_of(waiting.session.sender, waiting.request.body)
+            if version <= shut_at:
+                continue
+            if not self._again(waiting, now_s, Call.AGAIN) and self._service.monotone:
+                shut_at = version
+
+    def _again(self, waiting: Waiting, now_s: float, call: Call) -> bool:
+        answered = self._look(waiting, (), now_s, call)
+        if answered:
+            self._room.remove(waiting)
+        return answered
+
+    def _refusal(self, error: AsyncRLError, identity: bytes) -> Refused:
         kind = type(error).__name__
-        self._service.refused[kind] += 1
-        log.warning("refused (%s): %s", kind, error)
+        number = self._service.refused[kind] = self._service.refused[kind] + 1
+        if isinstance(error, SchemaError | QueueError):
+            self._count_violation(identity, error)
+        if number <= SAY_FIRST or not number & (number - 1):
+            log.warning("refused (%s, %d so far): %s", kind, number, error)
         return Refused(kind=kind, message=str(error))
+
+    def _count_violation(self, identity: bytes, error: AsyncRLError) -> None:
+        number = self._violations[identity] = self._violations.pop(identity, 0) + 1
+        if number == MAX_VIOLATIONS:
+            log.error("%s is cut off after %d refused messages: %s", identity.decode(errors="replace"), MAX_VIOLATIONS, error)
+        while len(self._violations) > MAX_VIOLATORS:
+            self._violations.popitem(last=False)
+
+    def _reply(self, identity: bytes, frames: Sequence[Any]) -> None:
+        self._outbox.append((identity, frames))
 
     def _send(self, identity: bytes, frames: Sequence[Any]) -> None:
         try:
@@ -221,13 +295,11 @@ class Broker:
             self._service.refused["unsent"] += 1
             log.warning("a reply to %s was not sent: %s", identity.decode(errors="replace"), error)
 
-    def _forget(self, sender: str) -> None:
-        self._waiting = [waiting for waiting in self._waiting if waiting.session.sender != sender]
-
     def _say(self, now_s: float) -> None:
-        if not self._waiting:
+        if not len(self._room):
             self._said_s = now_s
         elif now_s - self._said_s >= SAY_EVERY_S:
             self._said_s = now_s
-            names = ", ".join(sorted({waiting.session.sender for waiting in self._waiting}))
-            log.info("waiting: %s; %s", names, self._service.gate.status().blocked or "nothing is blocked")
+            names = self._room.senders()
+            waiting = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+            log.info("waiting: %s; %s", waiting, self._service.gate.status(now_s).blocked or "nothing is blocked")

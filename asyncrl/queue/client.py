@@ -1,83 +1,205 @@
-"""Clients of the broker: :class:`Producer` (asyncio), :class:`Consumer` and :class:`Observer` (blocking).
+"""Clients of the queue: :class:`Producer` (asyncio), :class:`Consumer` and :class:`Observer` (blocking); each speaks to every shard.
 
-Each waits for the broker alone, no longer than ``queue.dead_after_s`` beyond the ``wait_s`` that a request itself
-asks for, and then raises PeerTimeout.
+Each request waits for its broker alone, no longer than ``queue.dead_after_s`` beyond the ``wait_s`` that it asks for itself, and
+then raises PeerTimeout. A broker that was started again within that time is greeted again, and nothing is lost or done twice.
 
 Source: design note, section 4.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
+import time
 from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
 
-from asyncrl.queue.connection import BlockingClient, expect
-from asyncrl.queue.messages import (
-    Commit,
-    Committed,
-    Done,
-    Fetch,
-    Lease,
-    LeaseRequest,
-    Payloads,
-    ProducerGone,
-    QueueStatus,
-    Return,
-    Role,
-    Status,
-    StatusRequest,
-    Stop,
-)
-from asyncrl.queue.producer import Producer
-from asyncrl.trajectory import TrajectoryGroup
+from asyncrl.config import Config
+from asyncrl.config.run_dir import RunFacts
+from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError
+from asyncrl.queue.connection import START_TIMEOUT_S
+from asyncrl.queue.consumer import Consumer
+from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone, Put, PutItem, QueueStatus, Role, Stop, Tickets
+from asyncrl.queue.observing import ObserverLink, merged_status
+from asyncrl.queue.payload import checksum, frame_lengths
+from asyncrl.queue.producer import ProducerLink
+from asyncrl.queue.shm import Arena
+from asyncrl.trajectory import TrajectoryGroup, encode_group_frames
 
 __all__ = ["Consumer", "Observer", "Producer"]
 
+log = logging.getLogger(__name__)
+HELD_PAUSE_S = 0.5
+PUT_BYTES = 64 << 20
 
-class Consumer(BlockingClient):
-    """The learner's client: leases, payloads, commits.
+
+class Producer:
+    """A generator's client. Calls may overlap: a put or a heartbeat does not wait behind a ticket request.
+
+    Send a heartbeat right after each committed weight update: a ticket request that waits is looked at again with the new version.
 
     Raises (each method):
-        PeerTimeout: the broker did not answer. FencedError: a newer incarnation leases now.
-        QueueError: the request does not fit the state of the queue. ProcessDied: no producer is left to wait for.
+        PeerTimeout: a broker did not answer. QueueError: a message over the size limit, refused before it is sent.
+        VersionError: a version lower than this producer said before, or above the learner's step.
+        FencedError: the broker belongs to a newer start of the run.
 
     Example:
-        >>> with Consumer.connect(config, facts, "learner-0") as consumer:  # doctest: +SKIP
-        ...     lease = consumer.lease(0, wait_s=1.0)
-        ...     groups = consumer.fetch([meta.ticket for meta in lease.groups])
-        ...     frontier = consumer.commit(0).frontier
+        >>> producer = await Producer.connect(config, facts, "generator-0")  # doctest: +SKIP
+        >>> tickets = await producer.tickets(version=0, n=4, wait_s=1.0)     # doctest: +SKIP
+        >>> await producer.put([group])                                      # doctest: +SKIP
+        ['accepted']
     """
 
-    role = Role.CONSUMER
+    def __init__(self, links: Sequence[ProducerLink], arena: Arena | None) -> None:
+        self._links = list(links)
+        self._arena = arena
+        self._next = 0
 
-    def lease(self, step: int, wait_s: float) -> Lease:
-        """The batch of training step ``step``; empty with ``blocked`` when it was not ready within ``wait_s``.
+    @classmethod
+    async def connect(cls, config: Config, facts: RunFacts, name: str, timeout_s: float = START_TIMEOUT_S) -> Producer:
+        """Connects and says hello; waits up to ``timeout_s`` for brokers that are still starting."""
+        links: list[ProducerLink] = []
+        try:
+            for shard in range(len(facts.queue_endpoints)):
+                links.append(await ProducerLink.open(config, facts, name, shard, timeout_s))
+        except AsyncRLError:
+            for link in links:
+                await link.close()
+            raise
+        arena = Arena(facts.run_id, name, config.queue.max_queued_mib << 20) if config.queue.payload == "shm" else None
+        return cls(links, arena)
 
-        Comes back early when a producer died, so that the caller can say who. ``ended``: no batch will come any more.
+    async def tickets(self, version: int, n: int, wait_s: float) -> Tickets:
+        """Up to ``n`` tickets for the committed ``version``; none with ``blocked`` when the gate stayed shut for ``wait_s``.
+
+        Shards are asked in turn; all of them at once when none has a ticket to give right away.
         """
-        body = LeaseRequest(step=step, incarnation=self.incarnation, wait_s=wait_s)
-        return expect(Lease, self.ask(body, wait_s)[0], self._dialogue)
+        if len(self._links) == 1:
+            return await self._links[0].tickets(version, n, wait_s)
+        answers = [answer for turn in range(len(self._links)) if (answer := await self._quick(turn, version, n))]
+        self._next = (self._next + 1) % len(self._links)
+        found = tuple(ticket for answer in answers for ticket in answer.tickets)
+        if not found and answers and not all(answer.stopping for answer in answers):
+            answers = await self._any(version, n, wait_s)
+            found = tuple(ticket for answer in answers for ticket in answer.tickets)
+        if not answers:
+            raise PeerTimeout(f"none of {len(self._links)} brokers of the queue answers")
+        return Tickets(
+            tickets=found,
+            blocked="" if found else "; ".join(dict.fromkeys(answer.blocked for answer in answers if answer.blocked)),
+            stopping=all(answer.stopping for answer in answers),
+        )
 
-    def fetch(self, tickets: Sequence[int]) -> list[TrajectoryGroup]:
-        """Payloads of leased groups in the order asked; their CRC-32 was checked."""
-        if not tickets:
-            return []
-        body, frames = self.ask(Fetch(tickets=tuple(tickets)))
-        return self._dialogue.groups(expect(Payloads, body, self._dialogue), frames)
+    async def put(self, groups: Sequence[TrajectoryGroup]) -> list[str]:
+        """Hands finished groups over; one outcome each: accepted, duplicate, late, no_signal, stale or ``refused: REASON``.
 
-    def commit(self, step: int) -> Committed:
-        """Training step ``step`` is in the weights; asking again gives the same answer."""
-        return expect(Committed, self.ask(Commit(step=step, incarnation=self.incarnation))[0], self._dialogue)
+        While the queue cannot keep them, as on a full disk, it waits and puts them again.
+        """
+        outcomes: dict[int, str] = {}
+        for link_number, link in enumerate(self._links):
+            mine = [group for group in groups if group.ticket % len(self._links) == link_number]
+            for batch in self._batches([self._item(group, link) for group in mine]):
+                for item, outcome in zip(batch, await self._put(link, batch), strict=True):
+                    outcomes[item[0].meta.ticket] = outcome
+        return [outcomes[group.ticket] for group in groups]
 
-    def return_(self, step: int) -> None:
-        """Gives the lease of ``step`` back untrained; without such a lease nothing happens."""
-        expect(Done, self.ask(Return(step=step, incarnation=self.incarnation))[0], self._dialogue)
+    async def fail(self, ticket: int, attempt: int, reason: str, final: bool = False) -> None:
+        """The ticket could not be finished; ``final`` drops it as unusable instead of issuing it again."""
+        await self._links[ticket % len(self._links)].ask(Done, Fail(ticket=ticket, attempt=attempt, reason=reason, final=final))
 
-    def status(self) -> QueueStatus:
-        """Counts of the moment."""
-        return expect(Status, self.ask(StatusRequest())[0], self._dialogue).status
+    async def heartbeat(self, version: int, in_flight: dict[int, int], sampled_tokens: int) -> None:
+        """Alive: the committed version, tokens in flight by version, tokens sampled so far by this process."""
+        last: PeerTimeout | None = None
+        for number, link in enumerate(self._links):
+            # tokens are counted by the first shard alone, or their sum would count them once a shard
+            body = Heartbeat(version=version, in_flight={} if number else in_flight, sampled_tokens=0 if number else sampled_tokens)
+            try:
+                done = await link.ask(Done, body)
+            except PeerTimeout as error:
+                last = error
+                log.warning("%s", error)
+                continue
+            self._recycle(done.released)
+        if last is not None and len(self._links) == 1:
+            raise last
+
+    async def close(self) -> None:
+        """Closes the sockets; requests still waiting fail with PeerTimeout. Payload that the queue holds stays in shared memory."""
+        for link in self._links:
+            await link.close()
+        if self._arena is not None:
+            self._arena.close(unlink=False)
+
+    def _item(self, group: TrajectoryGroup, link: ProducerLink) -> tuple[PutItem, list[Any]]:
+        frames: list[Any] = encode_group_frames(group)
+        lengths = frame_lengths(frames)
+        meta = group.meta(payload_bytes=sum(lengths))
+        if self._arena is not None:
+            with contextlib.suppress(QueueError):  # no room in shared memory: it goes through the socket
+                segment = self._arena.write(frames)
+                return PutItem(meta=meta, checksum=segment.checksum, lengths=(segment.length,), segment=segment.name), []
+        link.check_size(sum(lengths))  # the log hands it out as one frame
+        return PutItem(meta=meta, checksum=checksum(frames), lengths=lengths), frames
+
+    def _batches(self, items: list[tuple[PutItem, list[Any]]]) -> list[list[tuple[PutItem, list[Any]]]]:
+        """Items in messages of up to ``PUT_BYTES`` inline."""
+        batches: list[list[tuple[PutItem, list[Any]]]] = []
+        room = 0
+        for item in items:
+            size = 0 if item[0].segment else item[0].meta.payload_bytes
+            if not batches or size > room:
+                batches.append([])
+                room = PUT_BYTES
+            batches[-1].append(item)
+            room -= size
+        return batches
+
+    async def _put(self, link: ProducerLink, batch: list[tuple[PutItem, list[Any]]]) -> list[str]:
+        said = False
+        while True:
+            frames = [frame for _, own in batch for frame in own]
+            answer = await link.ask(Outcomes, Put(groups=tuple(item for item, _ in batch)), frames)
+            self._recycle(answer.released)
+            held = next((outcome for outcome in answer.outcomes if outcome.startswith("held: ")), "")
+            if not held:
+                return list(answer.outcomes)
+            if not said:
+                log.warning("%d groups wait here: %s", len(batch), held)
+                said = True
+            await asyncio.sleep(HELD_PAUSE_S)
+
+    def _recycle(self, names: Sequence[str]) -> None:
+        if self._arena is not None:
+            self._arena.recycle(names)
+
+    async def _quick(self, turn: int, version: int, n: int) -> Tickets | None:
+        link = self._links[(self._next + turn) % len(self._links)]
+        try:
+            return await link.tickets(version, -(-n // len(self._links)), 0.0)
+        except PeerTimeout as error:
+            log.warning("%s", error)
+            return None
+
+    async def _any(self, version: int, n: int, wait_s: float) -> list[Tickets]:
+        """Answers of the shards that had one first; what the others grant later is kept for the next call."""
+        tasks = [asyncio.create_task(link.tickets(version, n, wait_s)) for link in self._links]
+        deadline_s = time.monotonic() + wait_s
+        waiting: set[asyncio.Task[Tickets]] = set(tasks)
+        answers: list[Tickets] = []
+        while waiting and not any(answer.tickets for answer in answers) and time.monotonic() <= deadline_s:
+            done, waiting = await asyncio.wait(
+                waiting, timeout=max(0.0, deadline_s - time.monotonic()) + 0.1, return_when=asyncio.FIRST_COMPLETED
+            )
+            answers += [task.result() for task in done if task.exception() is None]
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return answers or [Tickets(tickets=(), blocked="no broker of the queue answers")]
 
 
-class Observer(BlockingClient):
+class Observer:
     """The driver's client: counts, deaths seen by the supervisor, stop.
 
     Example:
@@ -87,14 +209,43 @@ class Observer(BlockingClient):
 
     role = Role.OBSERVER
 
+    def __init__(self, links: Sequence[ObserverLink]) -> None:
+        self._links = list(links)
+
+    @classmethod
+    def connect(cls, config: Config, facts: RunFacts, name: str, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Connects to every shard and says hello; waits up to ``timeout_s`` for brokers that are still starting."""
+        links: list[ObserverLink] = []
+        try:
+            for shard in range(len(facts.queue_endpoints)):
+                links.append(ObserverLink.open(config, facts, name, shard, timeout_s))
+        except AsyncRLError:
+            for link in links:
+                link.close()
+            raise
+        return cls(links)
+
     def status(self) -> QueueStatus:
-        """Counts of the moment."""
-        return expect(Status, self.ask(StatusRequest())[0], self._dialogue).status
+        """Counts of the moment, all shards together."""
+        return merged_status([link.status() for link in self._links])
 
     def producer_gone(self, name: str) -> None:
         """The supervisor saw producer ``name`` die: its tickets are issued again at once."""
-        expect(Done, self.ask(ProducerGone(name=name))[0], self._dialogue)
+        for link in self._links:
+            link.tell(ProducerGone(name=name))
 
     def stop(self, exit: bool = False) -> None:
-        """No more tickets; with ``exit`` the broker answers and ends."""
-        expect(Done, self.ask(Stop(exit=exit))[0], self._dialogue)
+        """No more tickets; with ``exit`` the brokers answer and end."""
+        for link in self._links:
+            link.tell(Stop(exit=exit))
+
+    def close(self) -> None:
+        """Closes the sockets at once; every request has had its answer."""
+        for link in self._links:
+            link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

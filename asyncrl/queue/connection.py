@@ -18,8 +18,8 @@ import zmq
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, PeerTimeout, SchemaError
-from asyncrl.queue.messages import Hello, Refused, RequestBody, Role, Welcome
+from asyncrl.errors import AsyncRLError, PeerTimeout, SchemaError, UnknownSession
+from asyncrl.queue.messages import Frontier, Hello, Refused, RequestBody, Role, Welcome
 from asyncrl.queue.wire import Dialogue
 
 __all__ = ["FULL_PAUSE_S", "START_TIMEOUT_S", "BlockingClient", "dialogue_for", "expect", "no_answer", "open_socket"]
@@ -31,9 +31,11 @@ SEND_HWM = 64
 R = TypeVar("R")
 
 
-def dialogue_for(config: Config, facts: RunFacts, name: str) -> Dialogue:
-    """The conversation of ``name`` with the broker of this run."""
-    return Dialogue(endpoint=facts.queue_endpoint, run_id=facts.run_id, sender=name, max_message_bytes=config.queue.max_message_mib << 20)
+def dialogue_for(config: Config, facts: RunFacts, name: str, shard: int) -> Dialogue:
+    """The conversation of ``name`` with a broker of this run."""
+    return Dialogue(
+        endpoint=facts.queue_endpoints[shard], run_id=facts.run_id, sender=name, max_message_bytes=config.queue.max_message_mib << 20
+    )
 
 
 def open_socket(socket: zmq.Socket[Any], dialogue: Dialogue) -> None:
@@ -68,7 +70,7 @@ def expect(kind: type[R], body: Any, dialogue: Dialogue) -> R:
 
 
 class BlockingClient:
-    """One request at a time, each with a deadline."""
+    """One request at a time to one broker, each with a deadline. A broker that was started again is greeted again."""
 
     role = Role.OBSERVER
 
@@ -76,25 +78,44 @@ class BlockingClient:
         self._dialogue = dialogue
         self._answer_s = answer_s
         self.incarnation = incarnation
+        self.step = -1
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         open_socket(self._socket, dialogue)
 
     @classmethod
-    def connect(cls, config: Config, facts: RunFacts, name: str, timeout_s: float = START_TIMEOUT_S) -> Self:
+    def open(
+        cls,
+        config: Config,
+        facts: RunFacts,
+        name: str,
+        shard: int = 0,
+        timeout_s: float = START_TIMEOUT_S,
+        restore: Frontier | None = None,
+    ) -> Self:
         """Connects and says hello; waits up to ``timeout_s`` for a broker that is still starting.
 
         Raises:
             PeerTimeout: nobody answered. FencedError: a newer incarnation has taken over.
         """
-        client = cls(dialogue_for(config, facts, name), facts.incarnation, config.queue.dead_after_s)
+        client = cls(dialogue_for(config, facts, name, shard), facts.incarnation, config.queue.dead_after_s)
         try:
-            hello = Hello(role=cls.role, incarnation=facts.incarnation)
-            expect(Welcome, client.ask(hello, extra_s=timeout_s - client._answer_s)[0], client._dialogue)
+            client.hello(timeout_s, restore=restore)
         except AsyncRLError:
             client.close()
             raise
         return client
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The largest frame that goes over this connection."""
+        return self._dialogue.max_message_bytes
+
+    def hello(self, timeout_s: float, again: bool = False, restore: Frontier | None = None) -> None:
+        """Greets the broker; ``step`` is then the number of steps that it has committed."""
+        body = Hello(role=self.role, incarnation=self.incarnation, again=again, restore=restore)
+        answer, _ = self._ask_once(body, time.monotonic() + timeout_s, 0.0)
+        self.step = expect(Welcome, answer, self._dialogue).step
 
     def close(self) -> None:
         """Closes the socket at once; every request has had its answer."""
@@ -109,18 +130,23 @@ class BlockingClient:
 
     def ask(self, body: RequestBody, extra_s: float = 0.0) -> tuple[Any, list[Any]]:
         """Body and payload frames of the reply; raises what the broker refused, or PeerTimeout."""
+        deadline_s = time.monotonic() + self._answer_s + extra_s
+        while True:
+            try:
+                return self._ask_once(body, deadline_s, extra_s)
+            except UnknownSession:
+                self.hello(deadline_s - time.monotonic(), again=True)
+
+    def _ask_once(self, body: RequestBody, deadline_s: float, extra_s: float) -> tuple[Any, list[Any]]:
         sequence, frames = self._dialogue.request(body)
         self._dialogue.sent(sequence)
-        started_s = time.monotonic()
-        deadline_s = started_s + self._answer_s + extra_s
-        resend_every_s = self._answer_s / 3
-        due_s = started_s
+        due_s = started_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             if now_s >= deadline_s:
                 raise no_answer(self._dialogue, body, now_s - started_s)
             if now_s >= due_s and self._send(frames):
-                due_s = now_s + resend_every_s + (0.0 if isinstance(body, Hello) else extra_s)
+                due_s = now_s + self._answer_s / 3 + extra_s
             answer = self._receive(sequence, min(due_s, deadline_s) - now_s)
             if answer is not None:
                 return answer

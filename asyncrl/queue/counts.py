@@ -5,8 +5,6 @@ Source: design note, sections 4 and 7.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from asyncrl.queue.book import Book
 from asyncrl.queue.fleet import Fleet
 from asyncrl.queue.leasing import Leasing
@@ -21,10 +19,11 @@ def status_of(
     leasing: Leasing,
     fleet: Fleet,
     *,
+    now_s: float,
     rewards: tuple[float, int],
     refused: dict[str, int],
     blocked: str,
-    stopping: bool,
+    log_bytes: int,
 ) -> QueueStatus:
     """Counts of the moment. ``generating`` includes tickets that wait to be issued again, so that
     ``in_flight = generating + queued_groups + leased``; ``lag.consumed`` is that of the last committed step.
@@ -38,8 +37,9 @@ def status_of(
         in_flight=ledger.in_flight,
         generating=book.count(GroupState.GENERATING, GroupState.REISSUE),
         queued_groups=book.count(GroupState.QUEUED),
-        queued_bytes=book.queued_bytes(),
-        leased=leasing.num_leased,
+        queued_bytes=book.queued_bytes,
+        oldest_queued_s=book.oldest_queued_s(now_s),
+        leased=book.count(GroupState.LEASED),
         reissued=book.reissued,
         lag=_lag(book, leasing, fleet),
         generator_tokens=fleet.total_tokens(),
@@ -48,18 +48,16 @@ def status_of(
         refused=dict(refused),
         blocked=blocked,
         producers=fleet.versions(),
-        stopping=stopping,
+        stopping=book.stopping,
+        log_bytes=log_bytes,
     )
 
 
 def _lag(book: Book, leasing: Leasing, fleet: Fleet) -> LagHistogram:
     step = book.ledger.steps
-    queued: Counter[int] = Counter()
-    for record in book.live():
-        if record.finished and record.meta is not None:
-            queued.update({step - version: tokens for version, tokens in record.meta.tokens_by_version.items()})
+    queued = {step - version: tokens for version, tokens in sorted(book.queued_versions.items(), reverse=True)}
     # a heartbeat may be older than the groups that were put since: what no ticket can hold any more is not in flight
-    held = [record.version for record in book.live() if record.state is GroupState.GENERATING]
-    oldest = min(held, default=step + 1)
+    held = book.lowest_held_version()
+    oldest = step + 1 if held is None else held
     in_flight = {step - version: tokens for version, tokens in fleet.in_flight().items() if version >= oldest}
-    return LagHistogram(consumed=leasing.lag_consumed, in_flight=in_flight, queued=dict(sorted(queued.items())))
+    return LagHistogram(consumed=leasing.lag_consumed, in_flight=in_flight, queued=queued)

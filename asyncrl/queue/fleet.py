@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from asyncrl.errors import VersionError
+from asyncrl.queue.records import ProducerMemory
 
 __all__ = ["Fleet", "ProducerRecord"]
 
@@ -44,6 +45,36 @@ class Fleet:
         record.alive, record.seen_s, record.in_flight, record.has_said = True, now_s, {}, False
         record.trouble = ""
         record.tokens_before, record.tokens = record.tokens_before + record.tokens, 0
+
+    def remembered(self) -> dict[str, ProducerMemory]:
+        """What the next process must know of every name."""
+        return {
+            r.name: ProducerMemory(version=r.version, tokens_before=r.tokens_before, tokens=r.tokens, alive=r.alive)
+            for r in self._records.values()
+        }
+
+    def recall(self, memories: dict[str, ProducerMemory], now_s: float) -> None:
+        """Producers of the process that went before; the living have until they are silent for too long."""
+        for name, known in memories.items():
+            self._records[name] = ProducerRecord(
+                name=name,
+                seen_s=now_s,
+                alive=known.alive,
+                version=known.version,
+                has_said=known.version >= 0,
+                tokens_before=known.tokens_before,
+                tokens=known.tokens,
+            )
+
+    def forget_versions(self) -> None:
+        """The weights went back to a checkpoint, and every producer will say which version it has then."""
+        for record in self._records.values():
+            record.version, record.has_said, record.in_flight = -1, False, {}
+
+    def again(self, name: str, now_s: float) -> bool:
+        """The same process says hello once more; False if it is not known as alive."""
+        self.seen(name, now_s)
+        return name in self._records
 
     def seen(self, name: str, now_s: float) -> None:
         """Any message is a sign of life, also from one that was taken for dead because it was slow."""

@@ -23,12 +23,24 @@ Liveness. If producers act and each publish reaches them, every step is reached 
     producers reach, at most ``max_attempts`` times, then dropped, and the next ticket takes its place. At most
     ``no_signal_budget_groups`` groups a step are replaced; further ones keep their slots. So G slots fill.
 
+With max_uses U > 1 (and w = 1) i counts the uses that live groups have left, a group is first trained at step i // G at the
+latest, or at c if fewer than G groups live ahead of it, and then in each of the U - 1 steps that follow, since fewer than
+G are ahead of it from then on. Liveness takes U - 1 versions more.
+
+Other orders than ``fifo`` do not keep the bound by construction: groups with a token older than S are dropped as ``stale``
+before each lease (or, once used, settled as trained). The same second line holds after a restore and after the death of a shard.
+
+Shards. A shard is a gate over the tickets that are its number modulo their count, and G is its share of each step: the proof is
+the same. Groups beyond the share (``extra``) only bring the others forward.
+
 Conservation. admitted = trained + sum(dropped) + in_flight after every call (:class:`asyncrl.queue.ledger.Ledger`).
 
 Source: design note, section 4; faults B31, B33, B34, B49, B63.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 
 from asyncrl.errors import ProcessDied, VersionError
 from asyncrl.queue.acceptance import Acceptance
@@ -39,7 +51,8 @@ from asyncrl.queue.fleet import Fleet
 from asyncrl.queue.leasing import Leasing
 from asyncrl.queue.lockstep import stranded
 from asyncrl.queue.messages import Frontier, QueueStatus
-from asyncrl.queue.records import Blocked, GroupState, Issue, LeaseGranted, Settled
+from asyncrl.queue.records import Blocked, GateState, GroupRecord, Issue, LeaseGranted, Settled
+from asyncrl.queue.replay import new_limiter, new_selection
 from asyncrl.queue.settings import GateSettings
 from asyncrl.trajectory import GroupMeta
 
@@ -64,12 +77,57 @@ class Gate:
     def __init__(self, settings: GateSettings, frontier: Frontier | None = None, incarnation: int = 0) -> None:
         self.settings = settings
         self.fleet = Fleet()
-        self._book = Book(settings, frontier)
+        self._book = Book(settings, frontier, new_selection(settings), new_limiter(settings))
         self._admission = Admission(self._book)
         self._leasing = Leasing(self._book, incarnation)
         self._acceptance = Acceptance(self._book, incarnation)
-        self._last_commit: tuple[int, int] | None = None
         self._blocked_producer, self._blocked_learner = "", ""
+
+    @classmethod
+    def recovered(cls, settings: GateSettings, state: GateState, live: Iterable[GroupRecord], incarnation: int, now_s: float) -> Gate:
+        """The gate as it was when its process died; ``live`` in ticket order, with deadlines that start anew.
+
+        Producers have ``dead_after_s`` to say hello again, or their tickets are issued again.
+        """
+        gate = cls(settings, state.frontier, incarnation)
+        book, leasing = gate._book, gate._leasing
+        for record in live:
+            book.ledger.readmit(record.ticket)
+            record.deadline_s = now_s + settings.ticket_deadline_s
+            book.insert(record)
+        book.ledger.skip_to(state.next_ticket)
+        book.first_version, book.reissued, book.replaced_this_step = state.first_version, state.reissued, state.replaced_this_step
+        book.attempts = dict(state.attempts)
+        book.inserted, book.sampled = state.inserted, state.sampled
+        leasing.incarnation = max(incarnation, state.incarnation)
+        leasing.last_commit, leasing.lag_consumed = state.last_commit, state.lag_consumed
+        leasing.take_up(state.lease, state.overtakes)
+        gate._acceptance.rewards_sum, gate._acceptance.rewards_count = state.rewards
+        gate.fleet.recall(state.producers, now_s)
+        book.take_changed()
+        return gate
+
+    def state(self) -> GateState:
+        """What :meth:`recovered` needs beside the live groups."""
+        book, leasing, acceptance = self._book, self._leasing, self._acceptance
+        lease, overtakes = leasing.lease_out
+        return GateState(
+            frontier=book.ledger.frontier(),
+            next_ticket=book.ledger.next_ticket,
+            first_version=book.first_version,
+            reissued=book.reissued,
+            replaced_this_step=book.replaced_this_step,
+            incarnation=leasing.incarnation,
+            last_commit=leasing.last_commit,
+            lease=lease,
+            overtakes=overtakes,
+            lag_consumed=leasing.lag_consumed,
+            rewards=(acceptance.rewards_sum, acceptance.rewards_count),
+            producers=self.fleet.remembered(),
+            inserted=book.inserted,
+            sampled=book.sampled,
+            attempts=dict(book.attempts),
+        )
 
     # producers
 
@@ -97,14 +155,18 @@ class Gate:
         self._blocked_producer = f"{producer}: {answer.reason}" if isinstance(answer, Blocked) else ""
         return answer
 
-    def finish(self, producer: str, meta: GroupMeta) -> str:
-        """A finished group: ``accepted``, ``duplicate``, ``late`` or ``no_signal``. Idempotent by (ticket, attempt).
+    def expects(self, producer: str, ticket: int, attempt: int) -> bool:
+        """Whether this very attempt is being sampled there, so that its payload is worth keeping."""
+        return self._acceptance.expects(producer, ticket, attempt)
+
+    def finish(self, producer: str, meta: GroupMeta, now_s: float) -> str:
+        """A finished group: ``accepted``, ``duplicate``, ``late``, ``no_signal`` or ``stale``. Idempotent by (ticket, attempt).
 
         Raises:
             VersionError: a token older than the ticket allows, or of a version not committed; the attempt has failed.
             QueueError: a ticket that was never issued, or issued to another producer.
         """
-        return self._acceptance.finish(producer, meta)
+        return self._acceptance.finish(producer, meta, now_s)
 
     def fail(self, producer: str, ticket: int, attempt: int, reason: str, final: bool = False) -> None:
         """An attempt failed at its producer; ``final`` drops the group as unusable. A failure told late changes nothing.
@@ -121,7 +183,7 @@ class Gate:
         """A producer died: the tickets that it was sampling are issued again; returns how many."""
         if not self.fleet.gone(producer, reason):
             return 0
-        held = [r for r in self._book.live() if r.state is GroupState.GENERATING and r.producer == producer]
+        held = self._book.held_by(producer)
         for record in held:
             self._book.fail(record, reason)
         return len(held)
@@ -132,15 +194,22 @@ class Gate:
         for name in self.fleet.silent(now_s, self.settings.dead_after_s):
             reason = f"silent for queue.dead_after_s = {self.settings.dead_after_s:g} s"
             said.append(f"producer {name} is taken for dead: {reason}; {self.producer_gone(name, now_s, reason)} tickets are issued again")
-        for record in [r for r in self._book.live() if r.state is GroupState.GENERATING and now_s >= r.deadline_s]:
+        for record in self._book.overdue(now_s):
             reason = f"not finished within queue.ticket_deadline_s = {self.settings.ticket_deadline_s:g} s"
             said.append(f"ticket {record.ticket}, attempt {record.attempt}, at {record.producer}: {reason}")
             self._book.fail(record, reason)
         return said
 
+    def hold(self, reason: str) -> None:
+        """No ticket is given while there is a reason; an empty one lets them go again."""
+        if bool(reason) != bool(self._admission.hold):
+            self._book.epoch += 1
+        self._admission.hold = reason
+
     def stop(self) -> None:
         """No ticket is issued from now on; a lease that cannot be filled says that no more will come."""
         self._book.stopping = True
+        self._book.epoch += 1
 
     # the learner
 
@@ -148,15 +217,15 @@ class Gate:
         """A learner of ``incarnation`` is there. Raises FencedError if a newer one was."""
         self._leasing.fence(incarnation)
 
-    def lease(self, step: int, incarnation: int, now_s: float) -> LeaseGranted | Blocked:
-        """The batch of ``step``, or why not yet; ``ended`` when none will come any more.
+    def lease(self, step: int, incarnation: int, now_s: float, extra: int = 0) -> LeaseGranted | Blocked:
+        """The batch of ``step``, or why not yet; ``ended`` when none will come any more. Up to ``extra`` groups fill others' places.
 
         Raises:
             FencedError: an older incarnation. QueueError: another step than the next one.
             ProcessDied: every producer is dead for longer than a restart takes.
             VersionError: in lockstep, nobody has the version that a ticket needs any more.
         """
-        answer = self._leasing.lease(step, incarnation, self._book.stopping)
+        answer = self._leasing.lease(step, incarnation, extra, self._book.stopping)
         if isinstance(answer, LeaseGranted) or answer.ended:
             self._blocked_learner = ""
             return answer
@@ -165,19 +234,21 @@ class Gate:
         self._blocked_learner = f"{answer.reason}; {obituary}" if obituary else answer.reason
         return Blocked(reason=self._blocked_learner)
 
-    def commit(self, step: int, incarnation: int) -> None:
+    def commit(self, step: int, incarnation: int, priorities: dict[int, float] | None = None) -> None:
         """The leased batch of ``step`` is in the weights; the same commit again changes nothing.
 
         Raises:
             FencedError: an older incarnation. QueueError: no such lease.
         """
-        if self._last_commit != (step, incarnation):
-            self._leasing.commit(step, incarnation)
-            self._last_commit = (step, incarnation)
+        self._leasing.commit(step, incarnation)
+        for ticket, priority in (priorities or {}).items():
+            self._book.prioritise(ticket, priority)
 
-    def return_(self, step: int, incarnation: int) -> None:
-        """The batch of ``step`` comes back untrained."""
+    def return_(self, step: int, incarnation: int, damaged: Sequence[tuple[int, int, str]] = ()) -> None:
+        """The batch of ``step`` comes back untrained; groups whose payload is ``damaged`` are sampled again."""
         self._leasing.return_(step, incarnation)
+        for ticket, attempt, reason in damaged:
+            self._acceptance.damaged(ticket, attempt, reason)
 
     # counts
 
@@ -185,20 +256,38 @@ class Gate:
         """Groups trained or dropped since the last call; their payload can go, dead letters are to be written."""
         return self._book.take_settled()
 
+    def take_changed(self) -> list[GroupRecord]:
+        """Live groups that changed since the last call."""
+        return self._book.take_changed()
+
+    @property
+    def epoch(self) -> int:
+        """Rises whenever a ticket that was refused may now be given."""
+        return self._book.epoch
+
+    def abandon(self, groups: int) -> None:
+        """So many finished groups were given up by a restore; their tickets are live once more."""
+        self._book.ledger.abandon(groups)
+
+    def live(self) -> Iterator[GroupRecord]:
+        """Live groups in admission order."""
+        return self._book.live()
+
     def frontier(self) -> Frontier:
         """What a checkpoint keeps."""
         return self._book.ledger.frontier()
 
-    def status(self, refused: dict[str, int] | None = None) -> QueueStatus:
+    def status(self, now_s: float = 0.0, refused: dict[str, int] | None = None, log_bytes: int = 0) -> QueueStatus:
         """Counts of the moment; ``refused`` are those of the broker."""
         return status_of(
             self._book,
             self._leasing,
             self.fleet,
+            now_s=now_s,
             rewards=(self._acceptance.rewards_sum, self._acceptance.rewards_count),
             refused=refused or {},
             blocked=self._blocked(),
-            stopping=self._book.stopping,
+            log_bytes=log_bytes,
         )
 
     def _blocked(self) -> str:

@@ -9,15 +9,76 @@ Source: design note, section 4.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from asyncrl.errors import DataError
 from asyncrl.queue.messages import DropReason, Frontier
 
-__all__ = ["Ledger"]
+__all__ = ["EMPTY", "Ledger", "check_frontier", "merge_frontiers", "split_frontier"]
+
+
+EMPTY = Frontier(steps=0, low=0, settled_above=(), trained=0, dropped={})
+
+
+def check_frontier(frontier: Frontier) -> None:
+    """Whether a frontier of a whole queue settles as many tickets as it counts.
+
+    Raises:
+        DataError: it does not.
+    """
+    settled = frontier.low + len(frontier.settled_above)
+    dropped = sum(count for reason, count in frontier.dropped.items() if reason != DropReason.ABANDONED)
+    if settled != frontier.trained + dropped or any(ticket < frontier.low for ticket in frontier.settled_above):
+        raise DataError(
+            f"a frontier settles as many tickets as it counts; met low={frontier.low} and {len(frontier.settled_above)} above it, "
+            f"but {frontier.trained} trained and {dropped} dropped: the checkpoint's manifest is damaged"
+        )
+
+
+def split_frontier(frontier: Frontier, shard: int, shards: int) -> Frontier:
+    """What one shard has to know of the frontier of a whole queue; the counts live on in shard 0.
+
+    Raises:
+        DataError: the frontier does not add up.
+    """
+    check_frontier(frontier)
+    return Frontier(
+        steps=frontier.steps,
+        low=frontier.low + (shard - frontier.low) % shards,
+        settled_above=tuple(ticket for ticket in frontier.settled_above if ticket % shards == shard),
+        trained=frontier.trained if shard == 0 else 0,
+        dropped=dict(frontier.dropped) if shard == 0 else {},
+    )
+
+
+def merge_frontiers(shards: Sequence[Frontier]) -> Frontier:
+    """The frontier of a whole queue from those of its shards in order; it can be split among any number of them.
+
+    Example:
+        >>> shard = Frontier(steps=1, low=2, settled_above=(), trained=1, dropped={})
+        >>> other = Frontier(steps=1, low=5, settled_above=(), trained=2, dropped={})
+        >>> merge_frontiers([shard, other])
+        Frontier(steps=1, low=2, settled_above=(3,), trained=3, dropped={})
+    """
+    low = min(frontier.low for frontier in shards)
+    above: set[int] = set()
+    dropped: Counter[str] = Counter()
+    for number, frontier in enumerate(shards):
+        first = low + (number - low) % len(shards)
+        above.update(range(first, frontier.low, len(shards)), frontier.settled_above)
+        dropped.update(frontier.dropped)
+    return Frontier(
+        steps=max(frontier.steps for frontier in shards),
+        low=low,
+        settled_above=tuple(sorted(above)),
+        trained=sum(frontier.trained for frontier in shards),
+        dropped=dict(sorted(dropped.items())),
+    )
 
 
 class Ledger:
-    """Settled tickets and counts.
+    """Settled tickets and counts of one shard, which owns the tickets ``shard``, ``shard + shards``, …
+
 
     Example:
         >>> ledger = Ledger()
@@ -28,14 +89,16 @@ class Ledger:
         (0, {1}, 2)
     """
 
-    def __init__(self, frontier: Frontier | None = None) -> None:
-        self.steps = frontier.steps if frontier else 0
-        self.low = frontier.low if frontier else 0
-        self.settled_above = set(frontier.settled_above) if frontier else set()
-        self.trained = frontier.trained if frontier else 0
-        self.dropped = Counter({DropReason(reason): count for reason, count in frontier.dropped.items()} if frontier else {})
+    def __init__(self, frontier: Frontier = EMPTY, shard: int = 0, shards: int = 1) -> None:
+        self._stride = shards
+        self.steps = frontier.steps
+        self.low = frontier.low + (shard - frontier.low) % shards
+        self.settled_above = set(frontier.settled_above)
+        self.trained = frontier.trained
+        self.dropped = Counter({DropReason(reason): count for reason, count in frontier.dropped.items()})
         self.admitted = self.trained + self.dropped.total()
-        self._check_restored()
+        self._readmitted: set[int] = set()
+        self._raise_low()
         self._cursor = self.low
         self._skip_settled()
 
@@ -53,9 +116,26 @@ class Ledger:
         """Admits the next ticket."""
         ticket = self._cursor
         self.admitted += 1
-        self._cursor += 1
+        self._cursor += self._stride
         self._skip_settled()
         return ticket
+
+    def readmit(self, ticket: int) -> None:
+        """A ticket that was admitted before a recovery or a restore is in flight again."""
+        self.admitted += 1
+        self._readmitted.add(ticket)
+        self._skip_settled()
+
+    def skip_to(self, ticket: int) -> None:
+        """No ticket below this one is new."""
+        self._cursor = max(self._cursor, ticket)
+        self._readmitted = {other for other in self._readmitted if other >= self._cursor}
+        self._skip_settled()
+
+    def abandon(self, groups: int) -> None:
+        """Groups beyond a restored frontier count as admitted and given up; their tickets are live once more."""
+        self.admitted += groups
+        self.dropped[DropReason.ABANDONED] += groups
 
     def train(self, ticket: int) -> None:
         """The ticket's group is in the weights."""
@@ -88,18 +168,14 @@ class Ledger:
     def _settle(self, ticket: int) -> None:
         assert not self.is_settled(ticket), f"ticket {ticket} settled twice"
         self.settled_above.add(ticket)
+        self._raise_low()
+
+    def _raise_low(self) -> None:
         while self.low in self.settled_above:
             self.settled_above.remove(self.low)
-            self.low += 1
+            self.low += self._stride
 
     def _skip_settled(self) -> None:
-        while self._cursor in self.settled_above:
-            self._cursor += 1
-
-    def _check_restored(self) -> None:
-        settled = self.low + len(self.settled_above)
-        if settled != self.admitted or any(ticket < self.low for ticket in self.settled_above):
-            raise DataError(
-                f"a frontier settles as many tickets as it counts; met low={self.low} and {len(self.settled_above)} above it, "
-                f"but {self.trained} trained and {self.dropped.total()} dropped: the checkpoint's manifest is damaged"
-            )
+        while self._cursor in self.settled_above or self._cursor in self._readmitted:
+            self._readmitted.discard(self._cursor)
+            self._cursor += self._stride

@@ -1,9 +1,9 @@
 """Every message between the broker and its clients; with the trajectory schema, all that they share.
 
-A request is one msgpack header frame (:class:`Request`) and, for :class:`Put`, one Arrow payload
-frame per group. A reply is one :class:`Reply` frame and, for :class:`Payloads`, one Arrow frame per
-group in the order of ``tickets``. Requests carry a per-sender sequence number that rises by one;
-the broker refuses a gap, answers a repeat from memory, and never uses a pickle.
+A request is one msgpack header frame (:class:`Request`) and, for :class:`Put`, the payload frames of the groups
+that travel inline, in order. A reply is one :class:`Reply` frame and, for :class:`Payloads`, payload frames
+likewise. The frames of a group, put end to end, are one Arrow IPC stream. Requests carry a per-sender sequence number
+that rises by one; the broker refuses a gap, answers a repeat from memory, and never uses a pickle.
 
 Source: design note, sections 3 and 4.
 """
@@ -14,9 +14,9 @@ import enum
 
 import msgspec
 
-from asyncrl.trajectory import GroupMeta
+from asyncrl.trajectory import SCHEMA_VERSION, GroupMeta
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class DropReason(enum.StrEnum):
@@ -74,7 +74,7 @@ class Frontier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LagHistogram(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampled tokens by lag in versions, at consumption, in flight and in the queue."""
+    """Sampled tokens by lag in versions: of the last committed batch as it was leased, in flight, and in the queue."""
 
     consumed: dict[int, int]
     in_flight: dict[int, int]
@@ -82,7 +82,10 @@ class LagHistogram(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of the moment. ``admitted = trained + sum(dropped) + in_flight`` holds in each."""
+    """Counts of the moment. ``admitted = trained + sum(dropped) + in_flight`` holds in each.
+
+    ``oldest_queued_s``: how long the oldest finished group has waited, in seconds. ``log_bytes``: on disk, 0 without a log.
+    """
 
     step: int
     admitted: int
@@ -92,6 +95,7 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
     generating: int
     queued_groups: int
     queued_bytes: int
+    oldest_queued_s: float
     leased: int
     reissued: int
     lag: LagHistogram
@@ -102,16 +106,24 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
     blocked: str
     producers: dict[str, int]
     stopping: bool
+    log_bytes: int = 0
 
 
 # requests -----------------------------------------------------------------------------------------
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """First message of a client; a consumer's incarnation fences every older one."""
+    """First message of a client; a consumer's incarnation fences every older one.
+
+    ``again``: the same process has said hello before, to a broker that is gone; a producer keeps its tickets.
+    ``restore``: a consumer that starts from an older checkpoint takes the queue back to this frontier.
+    """
 
     role: Role
     incarnation: int = 0
+    schema: int = SCHEMA_VERSION
+    again: bool = False
+    restore: Frontier | None = None
 
 
 class TicketRequest(msgspec.Struct, frozen=True, kw_only=True, tag="ticket_request"):
@@ -122,11 +134,23 @@ class TicketRequest(msgspec.Struct, frozen=True, kw_only=True, tag="ticket_reque
     wait_s: float
 
 
-class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
-    """Finished groups, one payload frame each. Idempotent by (ticket, attempt)."""
+class PutItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished group: what planning needs, and where its payload is.
 
-    tickets: tuple[tuple[int, int], ...]
-    checksums: tuple[int, ...]
+    ``checksum`` is xxh3-64 over the payload, ``lengths`` the bytes of its frames. They follow the header, unless
+    ``segment`` names the shared-memory segment that holds them end to end.
+    """
+
+    meta: GroupMeta
+    checksum: int
+    lengths: tuple[int, ...]
+    segment: str = ""
+
+
+class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
+    """Finished groups. Idempotent by (ticket, attempt)."""
+
+    groups: tuple[PutItem, ...]
 
 
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
@@ -147,11 +171,15 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lease_request"):
-    """The batch of training step ``step``; waits up to ``wait_s``. Asking twice returns the same lease."""
+    """The batch of training step ``step``; waits up to ``wait_s``. Asking twice returns the same lease.
+
+    ``extra``: groups beyond this shard's share that may fill the place of others; they are never waited for.
+    """
 
     step: int
     incarnation: int
     wait_s: float
+    extra: int = 0
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
@@ -161,16 +189,31 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit"):
-    """Training step ``step`` is in the weights. Idempotent by (incarnation, step)."""
+    """Training step ``step`` is in the weights. Idempotent by (incarnation, step).
+
+    ``priorities`` of tickets that are used again, for ``queue.order=prioritised``.
+    """
 
     step: int
     incarnation: int
+    priorities: dict[int, float] = {}
 
 
 class Return(msgspec.Struct, frozen=True, kw_only=True, tag="return"):
-    """Gives the lease of ``step`` back untrained."""
+    """Gives the lease of ``step`` back untrained.
+
+    ``damaged``: groups whose payload did not agree with its checksum or its metadata, with the reason; they are issued again.
+    """
 
     step: int
+    incarnation: int
+    damaged: tuple[tuple[int, int, str], ...] = ()
+
+
+class Checkpointed(msgspec.Struct, frozen=True, kw_only=True, tag="checkpointed"):
+    """No checkpoint older than ``oldest_step`` will be restored: payload kept for it can go."""
+
+    oldest_step: int
     incarnation: int
 
 
@@ -190,7 +233,21 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     exit: bool = False
 
 
-RequestBody = Hello | TicketRequest | Put | Fail | Heartbeat | LeaseRequest | Fetch | Commit | Return | ProducerGone | StatusRequest | Stop
+RequestBody = (
+    Hello
+    | TicketRequest
+    | Put
+    | Fail
+    | Heartbeat
+    | LeaseRequest
+    | Fetch
+    | Commit
+    | Return
+    | Checkpointed
+    | ProducerGone
+    | StatusRequest
+    | Stop
+)
 
 # replies ------------------------------------------------------------------------------------------
 
@@ -213,9 +270,13 @@ class Tickets(msgspec.Struct, frozen=True, kw_only=True, tag="tickets"):
 
 
 class Outcomes(msgspec.Struct, frozen=True, kw_only=True, tag="outcomes"):
-    """What became of each group put: accepted, duplicate, late, no_signal, or refused: REASON."""
+    """What became of each group put: accepted, duplicate, late, no_signal, stale, ``refused: REASON``, or ``held: REASON``.
+
+    Held: nothing was taken, and the same group is to be put again. ``released``: segments of the sender that may be written again.
+    """
 
     outcomes: tuple[str, ...]
+    released: tuple[str, ...] = ()
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
@@ -227,11 +288,19 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
     ended: bool = False
 
 
-class Payloads(msgspec.Struct, frozen=True, kw_only=True, tag="payloads"):
-    """Announces one payload frame per ticket."""
+class PayloadItem(msgspec.Struct, frozen=True, kw_only=True):
+    """Payload of one group; fields as in :class:`PutItem`."""
 
-    tickets: tuple[int, ...]
-    checksums: tuple[int, ...]
+    ticket: int
+    checksum: int
+    lengths: tuple[int, ...]
+    segment: str = ""
+
+
+class Payloads(msgspec.Struct, frozen=True, kw_only=True, tag="payloads"):
+    """Announces the payload frames of leased groups, in the order asked."""
+
+    groups: tuple[PayloadItem, ...]
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag="committed"):
@@ -248,7 +317,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
-    """Nothing to tell but that it was done."""
+    """Nothing to tell but that it was done; a heartbeat hears which of the sender's segments may be written again."""
+
+    released: tuple[str, ...] = ()
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

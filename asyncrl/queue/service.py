@@ -16,21 +16,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.config.run_dir import RunDir
-from asyncrl.errors import AsyncRLError, DataError, FencedError, QueueError, SchemaError
+from asyncrl.errors import DataError, FencedError, QueueError, SchemaError
 from asyncrl.queue import messages as m
-from asyncrl.queue.gate import Gate
+from asyncrl.queue.ledger import split_frontier
+from asyncrl.queue.opening import Opened, take_back
 from asyncrl.queue.prompts import TicketPrompts
+from asyncrl.queue.puts import Puts
 from asyncrl.queue.records import Blocked, LeaseGranted
 from asyncrl.queue.sessions import Session
-from asyncrl.queue.store import PayloadStore
-from asyncrl.queue.wire import checksum
-from asyncrl.trajectory import GroupMeta, decode_group
+from asyncrl.trajectory import SCHEMA_VERSION
 
 __all__ = ["Answer", "Call", "QueueService"]
 
 log = logging.getLogger(__name__)
 
 MAX_TICKETS = 256
+MAX_EXTRA = 1 << 16
 Answer = tuple[m.ReplyBody, list[Any]]
 
 
@@ -48,20 +49,24 @@ _LAST = (Call.ONLY, Call.LAST)
 
 
 class QueueService:
-    """Answers requests of one run.
+    """Answers requests to one broker.
+
+    Args:
+        opened: gate, payload and ledger, as they were found.
 
     Attributes:
         refused: refusals by kind. exiting: a stop with ``exit`` was answered.
     """
 
-    def __init__(self, gate: Gate, prompts: TicketPrompts, run_dir: RunDir, incarnation: int) -> None:
-        self.gate = gate
+    def __init__(self, opened: Opened, prompts: TicketPrompts, run_dir: RunDir, incarnation: int) -> None:
+        self.gate = opened.gate
         self.refused: Counter[str] = Counter()
         self.exiting = False
+        self._store, self._journal = opened.store, opened.journal
+        self._puts = Puts(opened.store, self.refused)
         self._prompts = prompts
         self._run_dir = run_dir
         self._incarnation = incarnation
-        self._store = PayloadStore()
         self._told_to_advance: dict[str, int] = {}
 
     def greet(self, sender: str, hello: m.Hello, now_s: float) -> m.Welcome:
@@ -70,14 +75,33 @@ class QueueService:
         Raises:
             FencedError: a consumer or producer of an older start of the run.
         """
+        if hello.schema != SCHEMA_VERSION:
+            raise SchemaError(
+                f"this queue holds trajectories of schema {SCHEMA_VERSION}; {sender} has {hello.schema}: upgrade the older side"
+            )
         if hello.role is m.Role.CONSUMER:
-            self.gate.fence(hello.incarnation)
+            self._greet_consumer(hello, now_s)
         elif hello.role is m.Role.PRODUCER:
             if hello.incarnation != self._incarnation:
                 raise FencedError(f"this start of the run is incarnation {self._incarnation}; {sender} is of {hello.incarnation}: end it")
-            self.gate.hello(sender, now_s)
+            if not (hello.again and self.gate.fleet.again(sender, now_s)):
+                self.gate.hello(sender, now_s)
             self._told_to_advance.pop(sender, None)
         return self.welcome()
+
+    def _greet_consumer(self, hello: m.Hello, now_s: float) -> None:
+        self.gate.fence(hello.incarnation)
+        if hello.restore is None:
+            return
+        settings = self.gate.settings
+        frontier = split_frontier(hello.restore, settings.shard, settings.shards)
+        if frontier.steps > self.gate.frontier().steps:
+            raise QueueError(
+                f"a restore goes back; this queue has committed {self.gate.frontier().steps} steps, and the checkpoint has "
+                f"{frontier.steps}: start the queue from that checkpoint"
+            )
+        if frontier != self.gate.frontier():
+            self.gate = take_back(self.gate, self._store, self._journal, frontier, hello.incarnation, now_s)
 
     def welcome(self) -> m.Welcome:
         """What a known client is told, also when it greets twice."""
@@ -100,10 +124,10 @@ class QueueService:
             case m.LeaseRequest():
                 reply = self._lease(body, now_s, call)
             case m.Put():
-                reply = self._put(session.sender, body, payloads)
+                reply = self._put(session.sender, body, payloads, now_s)
             case m.Fetch():
-                frames, sums = self._store.fetch(body.tickets)
-                reply = m.Payloads(tickets=body.tickets, checksums=tuple(sums))
+                items, frames = self._store.fetch(body.tickets)
+                reply = m.Payloads(groups=items)
             case _:
                 reply = self._plain(session.sender, body, now_s)
         self._settle()
@@ -113,7 +137,34 @@ class QueueService:
         """Lets time pass; says what it ended."""
         said = self.gate.expire(now_s)
         self._settle()
+        if self._puts.full and not self._store.refusal(self._puts.needed_bytes):
+            self._puts.full = ""
+            said.append("the disk has room again")
+        self.gate.hold(self._puts.full)
         return said
+
+    def commit(self) -> None:
+        """Makes what was answered since the last call recoverable.
+
+        Raises:
+            DiskFull: nothing was written; the answers must wait.
+        """
+        self._journal.commit(self.gate, self._incarnation)
+
+    def close(self) -> None:
+        """Frees files."""
+        self._journal.close()
+        self._store.close()
+
+    @property
+    def monotone(self) -> bool:
+        """Whether a producer that was refused a ticket speaks for all of its version and below."""
+        return not self.gate.settings.lockstep
+
+    def version_of(self, sender: str, body: m.RequestBody) -> int:
+        """The version by which a waiting ticket request will be judged."""
+        asked = body.version if isinstance(body, m.TicketRequest) else -1
+        return max(asked, self.gate.fleet.version(sender)) if self.gate.fleet.knows(sender) else asked
 
     def deaths(self) -> int:
         """Producers that died so far: a lease that waits is answered when one more does."""
@@ -130,17 +181,24 @@ class QueueService:
         match body:
             case m.Heartbeat():
                 self.gate.heartbeat(sender, body.version, body.in_flight, body.sampled_tokens, now_s)
+                return m.Done(released=self._store.take_released(sender))
             case m.Fail():
                 self.gate.fail(sender, body.ticket, body.attempt, body.reason, body.final)
             case m.Commit():
-                self.gate.commit(body.step, body.incarnation)
-                return m.Committed(frontier=self.gate.frontier(), status=self._status())
+                self.gate.commit(body.step, body.incarnation, body.priorities)
+                self._settle()
+                return m.Committed(frontier=self.gate.frontier(), status=self._status(now_s))
             case m.Return():
-                self.gate.return_(body.step, body.incarnation)
+                self.gate.return_(body.step, body.incarnation, body.damaged)
+                self.refused["damaged"] += len(body.damaged)
+            case m.Checkpointed():
+                self.gate.fence(body.incarnation)
+                self._journal.checkpointed(body.oldest_step)
             case m.ProducerGone():
                 self.gate.producer_gone(body.name, now_s)
+                self._store.owner_gone(body.name)
             case m.StatusRequest():
-                return m.Status(status=self._status())
+                return m.Status(status=self._status(now_s))
             case m.Stop():
                 self.gate.stop()
                 self.exiting = self.exiting or body.exit
@@ -148,8 +206,8 @@ class QueueService:
                 raise QueueError(f"{type(body).__name__} begins a conversation; {sender} has begun already")
         return m.Done()
 
-    def _status(self) -> m.QueueStatus:
-        return self.gate.status(dict(self.refused))
+    def _status(self, now_s: float) -> m.QueueStatus:
+        return self.gate.status(now_s, dict(self.refused), self._store.log_bytes)
 
     def _tickets(self, sender: str, body: m.TicketRequest, now_s: float, call: Call) -> m.Tickets | None:
         if body.max_tickets < 1:
@@ -181,47 +239,26 @@ class QueueService:
         return m.Tickets(tickets=tuple(tickets), blocked=blocked, advance=why.advance, stopping=why.ended)
 
     def _lease(self, body: m.LeaseRequest, now_s: float, call: Call) -> m.Lease | None:
-        answer = self.gate.lease(body.step, body.incarnation, now_s)
+        answer = self.gate.lease(body.step, body.incarnation, now_s, max(0, min(body.extra, MAX_EXTRA)))
         if isinstance(answer, LeaseGranted):
             return m.Lease(step=answer.step, groups=answer.groups_G)
         if answer.ended or call in _LAST:
             return m.Lease(step=body.step, groups=(), blocked=answer.reason, ended=answer.ended)
         return None
 
-    def _put(self, sender: str, body: m.Put, payloads: Sequence[Any]) -> m.Outcomes:
-        if not len(body.tickets) == len(body.checksums) == len(payloads):
-            raise SchemaError(
-                f"a put has one checksum and one payload a ticket; met {len(body.tickets)} tickets, {len(body.checksums)} checksums, "
-                f"{len(payloads)} payloads"
-            )
-        outcomes = []
-        for key, expected, payload in zip(body.tickets, body.checksums, payloads, strict=True):
-            try:
-                outcomes.append(self._put_one(sender, key, expected, payload))
-            except AsyncRLError as error:
-                self.refused[type(error).__name__] += 1
-                outcomes.append(f"refused: {error}")
-                log.warning("refused ticket %d, attempt %d, of %s: %s", *key, sender, error)
-        return m.Outcomes(outcomes=tuple(outcomes))
-
-    def _put_one(self, sender: str, key: tuple[int, int], expected: int, payload: Any) -> str:
-        try:
-            meta = _read(key, expected, payload)
-        except SchemaError as error:
-            self.gate.fail(sender, *key, f"payload refused: {error}")
-            raise
-        outcome = self.gate.finish(sender, meta)
-        if outcome == "accepted":
-            self._store.keep(meta.ticket, payload, expected)
-        return outcome
+    def _put(self, sender: str, body: m.Put, payloads: Sequence[Any], now_s: float) -> m.Outcomes:
+        outcomes = self._puts.put(self.gate, sender, body, payloads, now_s)
+        self.gate.hold(self._puts.full)
+        self._settle()
+        return m.Outcomes(outcomes=tuple(outcomes), released=self._store.take_released(sender))
 
     def _settle(self) -> None:
         for settled in self.gate.take_settled():
-            self._store.forget(settled.ticket)
+            self._journal.settled(settled)
             if settled.reason in (m.DropReason.DEAD_LETTER, m.DropReason.UNUSABLE):
-                self._write_dead_letter(settled.ticket, settled.reason, settled.reasons)
+                self._write_dead_letter(settled.ticket, settled.reason, settled.record.reasons)
 
-    def _write_dead_letter(self, ticket: int, reason: str, reasons: tuple[str, ...]) -> None:
+    def _write_dead_letter(self, ticket: int, reason: str, reasons: Sequence[str]) -> None:
         try:
             prompt_id = self._prompts.prompt_id(ticket)
         except DataError as error:
@@ -241,21 +278,7 @@ _ROLES: dict[type, m.Role] = {
     m.Fetch: m.Role.CONSUMER,
     m.Commit: m.Role.CONSUMER,
     m.Return: m.Role.CONSUMER,
+    m.Checkpointed: m.Role.CONSUMER,
     m.ProducerGone: m.Role.OBSERVER,
     m.Stop: m.Role.OBSERVER,
 }
-
-
-def _read(key: tuple[int, int], expected: int, payload: Any) -> GroupMeta:
-    met = checksum(payload)
-    if met != expected:
-        raise SchemaError(f"payload of ticket {key[0]} has CRC-32 {expected}; met {met}: it was damaged on the way", ticket=key[0])
-    try:
-        meta = decode_group(payload).meta(payload_bytes=len(payload))
-    except SchemaError:
-        raise
-    except Exception as error:  # bytes from outside, whatever they do to a decoder, must not end the broker
-        raise SchemaError(f"payload of ticket {key[0]} cannot be read: {error!r}", ticket=key[0]) from error
-    if (meta.ticket, meta.attempt) != key:
-        raise SchemaError(f"header and payload name one ticket and attempt; met {key} and {(meta.ticket, meta.attempt)}", ticket=key[0])
-    return meta

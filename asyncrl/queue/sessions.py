@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.errors import QueueError
+from asyncrl.errors import QueueError, UnknownSession
 from asyncrl.queue.messages import Hello, Role
 from asyncrl.queue.wire import Envelope
 
@@ -33,14 +33,14 @@ class Arrival(enum.Enum):
 class Session:
     """One process's conversation."""
 
-    def __init__(self, sender: str, identity: bytes, hello: Hello) -> None:
+    def __init__(self, sender: str, identity: bytes, hello: Hello, sequence: int) -> None:
         self.sender = sender
         self.identity = identity
         self.role: Role = hello.role
         self.incarnation = hello.incarnation
-        self._last = 0
+        self._last = sequence
         self._answers: OrderedDict[int, list[Any]] = OrderedDict()
-        self._open: set[int] = {0}
+        self._open: set[int] = set()
 
     def arrive(self, sequence: int) -> Arrival:
         """Takes note of a request's number.
@@ -89,7 +89,7 @@ class Sessions:
 
     def open(self, envelope: Envelope, identity: bytes, hello: Hello) -> Session:
         """Begins a session; one of the same name ends."""
-        session = Session(envelope.sender, identity, hello)
+        session = Session(envelope.sender, identity, hello, envelope.sequence)
         self._sessions[envelope.sender] = session
         return session
 
@@ -101,7 +101,7 @@ class Sessions:
         """
         session = self._sessions.get(envelope.sender)
         if session is None:
-            raise QueueError(f"a conversation begins with a hello; {envelope.sender} is not known here: was the queue started again?")
+            raise UnknownSession(f"a conversation begins with a hello; {envelope.sender} is not known here: was the queue started again?")
         if session.identity != identity:
             raise QueueError(f"a name belongs to one process; another one has said hello as {envelope.sender} since: end this process")
         return session

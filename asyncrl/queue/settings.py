@@ -15,17 +15,27 @@ from asyncrl.errors import ConfigError
 __all__ = ["GateSettings", "check_liveness", "least_staleness"]
 
 
-def least_staleness(groups_per_step: int, window: int, publish_every: int) -> int:
+def least_staleness(groups_per_step: int, window: int, publish_every: int, max_uses: int = 1) -> int:
     """The lowest ``max_staleness`` with which the learner always gets its next batch.
 
     ``k - 1`` versions pass between two publishes; a straggler overtaken ``w - 1`` times is trained up to
-    ``ceil((w - 1) / G)`` steps late, and tickets are issued with that reserve.
+    ``ceil((w - 1) / G)`` steps late, a group used U times is trained in U steps, and tickets are issued with that reserve.
 
     Example:
         >>> least_staleness(groups_per_step=8, window=9, publish_every=2)
         2
     """
-    return publish_every - 1 + -(-(window - 1) // groups_per_step)
+    return publish_every - 1 + -(-(window - 1) // groups_per_step) + max_uses - 1
+
+
+def share_of(groups_per_step: int, shard: int, shards: int) -> int:
+    """Slots of a training step that a shard owes.
+
+    Example:
+        >>> [share_of(8, shard, 3) for shard in range(3)]
+        [3, 3, 2]
+    """
+    return groups_per_step // shards + (shard < groups_per_step % shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +43,8 @@ class GateSettings:
     """Numbers and rules of one gate.
 
     Attributes:
-        groups_per_step: G, groups of one training step. max_staleness: S, in versions. window: w, in groups.
+        groups_per_step: G, groups of one training step that this shard owes. shard, shards: its number, and how many there are.
+        max_staleness: S, in versions. window: w, in groups.
         publish_every: k, training steps between two publishes.
         lockstep: ticket i is sampled wholly by version ``max(0, i // G - S)``.
         replace_no_signal: a group whose rewards are all equal is dropped, ``no_signal_budget_groups`` times a step.
@@ -41,6 +52,10 @@ class GateSettings:
         dead_after_s: a producer silent for so long is dead. restart_s: how long one that died may take to come back.
         max_queued_groups, max_queued_bytes: finished groups held before tickets stop.
         drop_last_batch: the last, partial batch of a finite source is dropped. total_tickets: its size, None without end.
+        order: how finished groups are chosen; only ``fifo`` keeps the bound by construction, the others by dropping.
+        max_uses: U, in how many steps a group is trained. samples_per_insert, error_buffer: of the limiter of the other orders; 0 for the
+            uses of a group, and for the smallest that can live.
+        seed: of the orders that draw. priority_exponent: of ``prioritised``.
 
     Raises:
         ConfigError: the settings cannot live, with the numbers.
@@ -61,18 +76,28 @@ class GateSettings:
     max_queued_bytes: int
     drop_last_batch: bool
     total_tickets: int | None
+    shard: int = 0
+    shards: int = 1
+    order: str = "fifo"
+    max_uses: int = 1
+    samples_per_insert: float = 0.0
+    error_buffer: float = 0.0
+    seed: int = 0
+    priority_exponent: float = 1.0
 
     def __post_init__(self) -> None:
+        _check_combinations(self)
         if self.lockstep:
             _check_lockstep(self)
-        _check_bound(self)
+        if self.order == "fifo":
+            _check_bound(self)
 
     @classmethod
-    def from_config(cls, config: Config, total_tickets: int | None) -> GateSettings:
+    def from_config(cls, config: Config, total_tickets: int | None, shard: int = 0) -> GateSettings:
         """The settings that the options ask for; ``total_tickets`` is the size of the prompt source."""
         queue, algorithm = config.queue, config.algorithm
         return cls(
-            groups_per_step=algorithm.groups_per_step,
+            groups_per_step=share_of(algorithm.groups_per_step, shard, queue.shards),
             max_staleness=queue.max_staleness,
             window=queue.window,
             publish_every=config.sync.every,
@@ -87,6 +112,14 @@ class GateSettings:
             max_queued_bytes=queue.max_queued_mib << 20,
             drop_last_batch=queue.last_batch == "drop",
             total_tickets=total_tickets,
+            shard=shard,
+            shards=queue.shards,
+            order=queue.order,
+            max_uses=queue.max_uses,
+            samples_per_insert=queue.samples_per_insert,
+            error_buffer=queue.error_buffer,
+            seed=config.task.seed,
+            priority_exponent=queue.priority_exponent,
         )
 
 
@@ -99,7 +132,13 @@ def check_liveness(config: Config) -> None:
     Example:
         >>> check_liveness(Config())
     """
-    GateSettings.from_config(config, None)
+    shards, groups = config.queue.shards, config.algorithm.groups_per_step
+    if shards > groups:
+        raise ConfigError(
+            f"each of queue.shards owes a slot of every step, so they are at most algorithm.groups_per_step = {groups}; met {shards}"
+        )
+    for shard in {0, shards - 1}:
+        GateSettings.from_config(config, None, shard)
     if config.algorithm.no_signal == "replace" and config.algorithm.group_size < 2:
         raise ConfigError(
             "algorithm.no_signal=replace drops groups whose rewards are all equal, which a group of one always is; "
@@ -113,14 +152,47 @@ def check_liveness(config: Config) -> None:
 
 
 def _check_bound(settings: GateSettings) -> None:
-    groups, window, every = settings.groups_per_step, settings.window, settings.publish_every
-    least = least_staleness(groups, window, every)
+    groups, window, every, uses = settings.groups_per_step, settings.window, settings.publish_every, settings.max_uses
+    least = least_staleness(groups, window, every, uses)
     if settings.max_staleness < least:
         raise ConfigError(
-            f"queue.max_staleness >= sync.every - 1 + ceil((queue.window - 1) / algorithm.groups_per_step) = "
-            f"{every} - 1 + ceil({window - 1} / {groups}) = {least}; met {settings.max_staleness}: the learner would wait for ever. "
-            f"Set queue.max_staleness={least} or more, or publish more often, or narrow the window"
+            f"queue.max_staleness >= sync.every - 1 + ceil((queue.window - 1) / groups a step) + queue.max_uses - 1 = "
+            f"{every} - 1 + ceil({window - 1} / {groups}) + {uses} - 1 = {least}; met {settings.max_staleness}: the learner would "
+            f"wait for ever. Set queue.max_staleness={least} or more, or publish more often, or narrow the window"
         )
+
+
+def _check_combinations(settings: GateSettings) -> None:
+    rules = (
+        (
+            "max_uses",
+            settings.max_uses,
+            settings.max_uses > 1 and settings.window > 1,
+            "queue.window=1: an overtaking group would take several slots",
+        ),
+        (
+            "max_uses",
+            settings.max_uses,
+            settings.max_uses > 1 and settings.lockstep,
+            "queue.schedule=async: in lockstep a ticket owns one slot",
+        ),
+        (
+            "order",
+            settings.order,
+            settings.order != "fifo" and settings.window > 1,
+            "queue.window=1: only order=fifo has stragglers to overtake",
+        ),
+        ("order", settings.order, settings.order != "fifo" and settings.lockstep, "queue.schedule=async: in lockstep batches go by ticket"),
+        (
+            "shards",
+            settings.shards,
+            settings.shards > 1 and settings.lockstep,
+            "queue.schedule=async: in lockstep one broker orders all tickets",
+        ),
+    )
+    for name, met, broken, need in rules:
+        if broken:
+            raise ConfigError(f"queue.{name}={met} needs {need}")
 
 
 def _check_lockstep(settings: GateSettings) -> None:

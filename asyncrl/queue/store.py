@@ -1,53 +1,187 @@
-"""Payload of finished groups, in memory, with its checksum.
+"""Payload of finished groups: where it lies, and what goes out for it.
+
+A payload came inline or names a shared-memory segment. With a log it is appended there before its group is accepted, and inline
+frames are served from the log; without one they stay in memory. The bytes are not looked at here: their checksum goes from
+producer to consumer, and whoever reads them checks it.
 
 Source: design note, section 4.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import QueueError, SchemaError
-from asyncrl.queue.wire import checksum
+from asyncrl.errors import DiskFull, QueueError
+from asyncrl.queue.durable.place import Place
+from asyncrl.queue.durable.segments import SegmentLog
+from asyncrl.queue.messages import PayloadItem, PutItem
+from asyncrl.queue.shm import Mappings, SegmentKeeper
 
-__all__ = ["PayloadStore"]
+__all__ = ["Payload", "PayloadStore"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """One group's payload: in ``frames``, in a shared-memory ``segment``, or at a ``place`` of the log."""
+
+    checksum: int
+    lengths: tuple[int, ...]
+    frames: tuple[Any, ...] = ()
+    segment: str = ""
+    place: Place | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all frames."""
+        return sum(self.lengths)
+
+
+LOST = Payload(checksum=0, lengths=())
 
 
 class PayloadStore:
-    """Frames by ticket, kept from the put to the settlement of their group."""
+    """Payloads by ticket, kept from the put until no restore can ask for them.
 
-    def __init__(self) -> None:
-        self._frames: dict[int, tuple[Any, int]] = {}
+    Args:
+        run_id: of the segments that may be named.
+        log: None keeps inline payload in memory.
+    """
+
+    def __init__(self, run_id: str, log: SegmentLog | None) -> None:
+        self.log = log
+        self._payloads: dict[int, Payload] = {}
+        self._keeper = SegmentKeeper(run_id)
+        self._mappings = Mappings(run_id)
+        self._released: defaultdict[str, list[str]] = defaultdict(list)
+        self._freed: list[Place] = []
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return len(self._payloads)
 
-    def keep(self, ticket: int, frame: Any, expected: int) -> None:
-        """Keeps a frame whose CRC-32 was checked to be ``expected``."""
-        self._frames[ticket] = (frame, expected)
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._payloads
 
-    def forget(self, ticket: int) -> None:
-        """Frees a settled group's payload; nothing happens if there was none."""
-        self._frames.pop(ticket, None)
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the log on disk."""
+        return self.log.num_bytes if self.log is not None else 0
 
-    def fetch(self, tickets: Sequence[int]) -> tuple[list[Any], list[int]]:
-        """Frames and their checksums, computed anew over the bytes.
+    def payload(self, ticket: int) -> Payload | None:
+        """Where a ticket's payload lies."""
+        return self._payloads.get(ticket)
+
+    def keep(self, ticket: int, attempt: int, item: PutItem, frames: Sequence[Any]) -> None:
+        """Takes a payload in.
 
         Raises:
-            QueueError: a ticket without payload. SchemaError: bytes changed while they lay here.
+            DiskFull: the log has no room; nothing is kept.
+            QueueError, SchemaError: the segment is not there, or is none of this run.
         """
-        missing = [ticket for ticket in tickets if ticket not in self._frames]
-        if missing:
-            raise QueueError(f"leased groups can be fetched until their step is committed; there is no payload of tickets {missing[:8]}")
-        frames, sums = [], []
+        if item.segment:
+            self._keeper.check(item.segment, sum(item.lengths))
+        place = None
+        if self.log is not None:
+            pieces = [self._mappings.view(item.segment, sum(item.lengths))] if item.segment else frames
+            place = self.log.append(ticket, attempt, pieces, item.checksum)
+        self._payloads[ticket] = Payload(
+            checksum=item.checksum,
+            lengths=item.lengths if place is None or item.segment else (sum(item.lengths),),
+            frames=() if item.segment or place is not None else tuple(frames),
+            segment=item.segment,
+            place=place,
+        )
+
+    def refusal(self, num_bytes: int) -> str:
+        """Why a payload of this size cannot be kept now, empty if it can."""
+        if self.log is None:
+            return ""
+        try:
+            self.log.check_room(num_bytes)
+        except DiskFull as error:
+            return str(error)
+        return ""
+
+    def restore(self, ticket: int, payload: Payload) -> None:
+        """A payload that an earlier process kept."""
+        if payload.segment and not self._there(payload):
+            payload = Payload(checksum=payload.checksum, lengths=(payload.num_bytes,), place=payload.place)
+        if payload.place is not None or payload.segment:
+            self._payloads[ticket] = payload
+
+    def settle(self, ticket: int, retain: bool) -> None:
+        """The group is settled: its segment goes back to its producer, and unless ``retain`` the log may forget it too."""
+        payload = self._payloads.pop(ticket, None)
+        if payload is None:
+            return
+        if payload.segment:
+            self._released[_owner(payload.segment)].append(payload.segment)
+        if payload.place is None:
+            return
+        if retain:
+            self._payloads[ticket] = Payload(checksum=payload.checksum, lengths=(payload.num_bytes,), place=payload.place)
+        else:
+            self._freed.append(payload.place)
+
+    def unkept(self, item: PutItem) -> None:
+        """A put that was not accepted: its segment may be written again, unless the accepted attempt lies in it."""
+        if item.segment and all(payload.segment != item.segment for payload in self._payloads.values()):
+            self._released[_owner(item.segment)].append(item.segment)
+
+    def take_released(self, owner: str) -> tuple[str, ...]:
+        """Segments of a producer that it may write again."""
+        return tuple(self._released.pop(owner, ()))
+
+    def owner_gone(self, owner: str) -> None:
+        """Nobody will write these segments again."""
+        for name in self._released.pop(owner, ()):
+            self._keeper.unlink(name)
+
+    def release_freed(self) -> None:
+        """Lets the log drop what was freed; call it when the ledger names those places no more."""
+        for place in self._freed:
+            assert self.log is not None
+            self.log.release(place)
+        self._freed = []
+
+    def fetch(self, tickets: Sequence[int]) -> tuple[tuple[PayloadItem, ...], list[Any]]:
+        """Descriptions and inline frames of payloads, in the order asked; a description without ``lengths`` says that there is none."""
+        items: list[PayloadItem] = []
+        frames: list[Any] = []
         for ticket in tickets:
-            frame, expected = self._frames[ticket]
-            met = checksum(frame)
-            if met != expected:
-                raise SchemaError(
-                    f"payload of ticket {ticket} had CRC-32 {expected} when it came and {met} now: memory was damaged", ticket=ticket
-                )
-            frames.append(frame)
-            sums.append(met)
-        return frames, sums
+            payload = self._payloads.get(ticket, LOST)
+            items.append(PayloadItem(ticket=ticket, checksum=payload.checksum, lengths=payload.lengths, segment=payload.segment))
+            if payload.place is not None and not payload.segment:
+                frames.append(self._from_log(payload.place))
+            else:
+                frames.extend(payload.frames)
+        return tuple(items), frames
+
+    def sweep(self, owners: Iterable[str]) -> None:
+        """Removes segments that hold no kept payload and belong to none of the living ``owners``."""
+        keep = {payload.segment for payload in self._payloads.values() if payload.segment}
+        self._keeper.sweep(keep, owners=frozenset(owners))
+
+    def close(self) -> None:
+        """Frees handles; files stay."""
+        self._mappings.close()
+        if self.log is not None:
+            self.log.close()
+
+    def _from_log(self, place: Place) -> memoryview:
+        assert self.log is not None
+        return self.log.read(place)
+
+    def _there(self, payload: Payload) -> bool:
+        try:
+            self._keeper.check(payload.segment, payload.num_bytes)
+        except QueueError:
+            return False
+        return True
+
+
+def _owner(segment: str) -> str:
+    """The producer that a segment's name ``asyncrl-RUN.q.OWNER.NUMBER`` tells."""
+    return segment.rsplit(".", 2)[1]

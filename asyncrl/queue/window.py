@@ -23,16 +23,15 @@ def choose(unleased: Iterable[GroupRecord], wanted: int, window: int) -> tuple[l
         unleased: live groups that are not leased, in admission order.
     """
     chosen: list[GroupRecord] = []
-    passed: list[GroupRecord] = []
-    overtakes: Counter[int] = Counter()
+    passed: list[tuple[int, int]] = []
+    may_choose = wanted
     for record in unleased:
-        if len(chosen) == wanted:
+        if len(chosen) >= may_choose:
             break
-        if not record.finished:
-            passed.append(record)
+        if record.finished:
+            chosen.append(record)
             continue
-        if any(other.overtaken + overtakes[other.ticket] >= window - 1 for other in passed):
-            break
-        chosen.append(record)
-        overtakes.update(other.ticket for other in passed)
+        passed.append((record.ticket, len(chosen)))
+        may_choose = min(may_choose, len(chosen) + window - 1 - record.overtaken)
+    overtakes = Counter({ticket: len(chosen) - ahead for ticket, ahead in passed if len(chosen) > ahead})
     return chosen, overtakes

@@ -8,7 +8,6 @@ Source: design note, sections 3 and 4.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +15,9 @@ import msgspec
 
 from asyncrl import errors
 from asyncrl.errors import AsyncRLError, QueueError, SchemaError
-from asyncrl.queue.messages import PROTOCOL_VERSION, Hello, Payloads, Refused, Reply, ReplyBody, Request, RequestBody
-from asyncrl.trajectory import TrajectoryGroup, decode_group
+from asyncrl.queue.messages import PROTOCOL_VERSION, Refused, Reply, ReplyBody, Request, RequestBody
 
-__all__ = ["MAX_HEADER_BYTES", "Dialogue", "Envelope", "checksum", "decode_envelope", "decode_request", "encode"]
+__all__ = ["MAX_HEADER_BYTES", "Dialogue", "Envelope", "decode_envelope", "decode_request", "encode"]
 
 MAX_HEADER_BYTES = 16 << 20
 
@@ -71,11 +69,6 @@ def decode_request(frame: Any) -> Request:
         raise SchemaError(f"the body is one of the queue's requests; met {error}") from error
 
 
-def checksum(payload: Any) -> int:
-    """CRC-32 of a payload frame."""
-    return zlib.crc32(payload)
-
-
 class Dialogue:
     """One client's side of the conversation, without its socket.
 
@@ -98,7 +91,7 @@ class Dialogue:
         Raises:
             QueueError: a frame is larger than the broker accepts.
         """
-        sequence = 0 if isinstance(body, Hello) else self._next
+        sequence = self._next
         header = Request(protocol=PROTOCOL_VERSION, run_id=self._run_id, sender=self.sender, sequence=sequence, body=body)
         frames = [encode(header), *payloads]
         for frame in frames:
@@ -136,19 +129,3 @@ class Dialogue:
         kind = getattr(errors, body.kind, QueueError)
         known = isinstance(kind, type) and issubclass(kind, AsyncRLError)
         return (kind if known else QueueError)(body.message, endpoint=self.endpoint, sender=self.sender)
-
-    def groups(self, announced: Payloads, frames: Sequence[Any]) -> list[TrajectoryGroup]:
-        """Decodes fetched payloads after their checksums agree.
-
-        Raises:
-            SchemaError: another number of frames, a checksum that differs, or a payload that cannot be read.
-        """
-        if len(frames) != len(announced.tickets):
-            raise SchemaError(f"{self.endpoint} announced {len(announced.tickets)} payloads and sent {len(frames)}")
-        groups = []
-        for ticket, expected, frame in zip(announced.tickets, announced.checksums, frames, strict=True):
-            met = checksum(frame)
-            if met != expected:
-                raise SchemaError(f"payload of ticket {ticket} has CRC-32 {expected}; met {met}", ticket=ticket)
-            groups.append(decode_group(frame))
-        return groups

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ def new_run(path: Path, checkpoint: str = "", incarnation: int = 0, **options: A
 def restart(run_dir: RunDir, checkpoint: str, incarnation: int) -> RunDir:
     """Writes the facts of a start."""
     facts = RunFacts(
-        run_id="run-a",
+        run_id=f"t{zlib.crc32(str(run_dir.path).encode()):08x}",
         incarnation=incarnation,
-        queue_endpoint=f"ipc://{run_dir.path}/q{incarnation}",
+        queue_endpoints=tuple(f"ipc://{run_dir.path}/q{incarnation}.{n}" for n in range(run_dir.read_config().queue.shards)),
         sync_endpoint=f"ipc://{run_dir.path}/s{incarnation}",
         rendezvous="tcp://127.0.0.1:1",
         model_dir="",
@@ -55,9 +56,9 @@ def python(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 @contextlib.contextmanager
-def broker(run_dir: RunDir) -> Iterator[subprocess.Popen[bytes]]:
+def broker(run_dir: RunDir, shard: int = 0) -> Iterator[subprocess.Popen[bytes]]:
     """A real broker process, killed at the end if it still runs."""
-    process = python("-m", "asyncrl.queue", str(run_dir.path))
+    process = python("-m", "asyncrl.queue", str(run_dir.path), "--shard", str(shard))
     try:
         yield process
     finally:

@@ -58,7 +58,7 @@ class Run:
         self.facts = RunFacts(
             run_id=f"process-{time.time_ns()}",
             incarnation=0,
-            queue_endpoint=f"ipc://{folder}/q",
+            queue_endpoints=(f"ipc://{folder}/q",),
             sync_endpoint=f"ipc://{folder}/s",
             rendezvous="",
             model_dir=str(model_dir),

@@ -53,7 +53,7 @@ def write_facts(run_dir: RunDir, model_dir: str, *, incarnation: int, checkpoint
     facts = RunFacts(
         run_id="r1",
         incarnation=incarnation,
-        queue_endpoint=f"ipc://{run_dir.path}/q{incarnation}",
+        queue_endpoints=(f"ipc://{run_dir.path}/q{incarnation}",),
         sync_endpoint=f"ipc://{run_dir.path}/s{incarnation}",
         rendezvous=f"tcp://127.0.0.1:{free_port()}",
         model_dir=model_dir,
@@ -216,7 +216,7 @@ def test_b51_a_queue_that_dies_ends_the_learner_with_its_endpoint_in_the_last_li
         processes["queue"].kill()
         assert processes["learner-0"].wait(30) == 1
     last = log_of(run_dir).splitlines()[-1]
-    assert "PeerTimeout" in last and run_dir.read_facts().queue_endpoint in last
+    assert "PeerTimeout" in last and run_dir.read_facts().queue_endpoints[0] in last
 
 
 def test_a_rank_that_dies_ends_the_other_with_a_message(tmp_path: Path):

@@ -76,10 +76,11 @@ def learn(run_dir: RunDir, learner: Learner, kill_at: tuple[int, str], process: 
                 continue
             if reached("leased"):
                 return False
-            groups = consumer.fetch([meta.ticket for meta in lease.groups])
+            groups, damaged = consumer.fetch(lease.groups)
+            assert not damaged
             if reached("fetched"):
                 return False
-            learner.weights += [group.ticket for group in groups]
+            learner.weights += list(groups)
             committed: Committed = consumer.commit(step)
             step += 1
             if reached("committed"):

@@ -16,16 +16,32 @@ from queue_run import broker, group_for, new_run
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import QueueError, SchemaError
 from asyncrl.queue.client import Observer, Producer
-from asyncrl.queue.messages import PROTOCOL_VERSION, Hello, Put, Refused, Request, Role, StatusRequest, TicketRequest, Tickets, Welcome
+from asyncrl.queue.messages import (
+    PROTOCOL_VERSION,
+    Hello,
+    Put,
+    PutItem,
+    Refused,
+    Request,
+    Role,
+    StatusRequest,
+    TicketRequest,
+    Tickets,
+    Welcome,
+)
 from asyncrl.queue.wire import Dialogue, encode
+from asyncrl.trajectory import GroupMeta
 
 pytestmark = pytest.mark.real
+LIMITS = {"max_staleness": 1000, "max_message_mib": 1, "dead_after_s": 3.0, "payload": "inline"}
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
     """One broker for all tests here; it must survive each of them."""
-    run_dir = new_run(tmp_path_factory.mktemp("run"), queue={"max_staleness": 1000, "max_message_mib": 1, "dead_after_s": 3.0})
+    run_dir = new_run(
+        tmp_path_factory.mktemp("run"), queue={"max_staleness": 1000, "max_message_mib": 1, "dead_after_s": 3.0, "payload": "inline"}
+    )
     with broker(run_dir) as process:
         yield run_dir
         assert process.poll() is None
@@ -41,11 +57,12 @@ class Raw:
         facts = run_dir.read_facts()
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
-        self.socket.connect(facts.queue_endpoint)
-        self.dialogue = Dialogue(endpoint=facts.queue_endpoint, run_id=facts.run_id, sender=name, max_message_bytes=1 << 30)
+        self.socket.connect(facts.queue_endpoints[0])
+        self.run_id = facts.run_id
+        self.dialogue = Dialogue(endpoint=facts.queue_endpoints[0], run_id=facts.run_id, sender=name, max_message_bytes=1 << 30)
 
-    def send(self, sequence: int, body: Any, *payloads: bytes, run_id: str = "run-a", protocol: int = PROTOCOL_VERSION) -> None:
-        header = Request(protocol=protocol, run_id=run_id, sender=self.dialogue.sender, sequence=sequence, body=body)
+    def send(self, sequence: int, body: Any, *payloads: bytes, run_id: str = "", protocol: int = PROTOCOL_VERSION) -> None:
+        header = Request(protocol=protocol, run_id=run_id or self.run_id, sender=self.dialogue.sender, sequence=sequence, body=body)
         self.socket.send_multipart([encode(header), *payloads])
 
     def reply(self, timeout_s: float = 3.0) -> tuple[int, Any]:
@@ -58,6 +75,23 @@ class Raw:
     def __exit__(self, *error: object) -> None:
         self.socket.close(linger=0)
         self.context.term()
+
+
+def item(lengths: tuple[int, ...]) -> PutItem:
+    meta = GroupMeta(
+        group_id="g0",
+        ticket=0,
+        attempt=0,
+        incarnation=0,
+        generator="garbage",
+        lengths_N=(3,),
+        prompt_lengths_N=(2,),
+        sampled_tokens_N=(1,),
+        rewards_N=(1.0,),
+        tokens_by_version={0: 1},
+        payload_bytes=sum(lengths),
+    )
+    return PutItem(meta=meta, checksum=0, lengths=lengths)
 
 
 def status(run_dir: RunDir, name: str) -> Any:
@@ -152,25 +186,27 @@ def test_garbage_is_counted_answered_where_possible_and_ends_nothing(run_dir: Ru
             sequence, refused = raw.reply()
             assert sequence == -1 and isinstance(refused, Refused) and refused.kind == "SchemaError"
         raw.send(1, StatusRequest(), protocol=7)
-        assert "speaks protocol 1; met 7" in raw.reply()[1].message
+        assert f"speaks protocol {PROTOCOL_VERSION}; met 7" in raw.reply()[1].message
         raw.send(1, StatusRequest(), run_id="another")
-        assert "serves run run-a; met a request for run another" in raw.reply()[1].message
+        assert f"serves run {raw.run_id}; met a request for run another" in raw.reply()[1].message
         raw.send(1, StatusRequest())
         assert "garbage is not known here" in raw.reply()[1].message
         raw.send(0, Hello(role=Role.PRODUCER, incarnation=9))
         assert raw.reply()[1].kind == "FencedError"
         raw.send(0, Hello(role=Role.PRODUCER))
         assert isinstance(raw.reply()[1], Welcome)
-        raw.send(1, Put(tickets=((0, 0),), checksums=(0,)), b"a", b"b")
-        assert "1 tickets, 1 checksums, 2 payloads" in raw.reply()[1].message
-    assert status(run_dir, "after").refused["SchemaError"] == before + 6
+        raw.send(1, Put(groups=(item(lengths=(1,)),)), b"a", b"b")
+        assert "met [1, 1] (1 and 2 frames)" in raw.reply()[1].message
+        raw.send(0, Hello(role=Role.PRODUCER, schema=99))
+        assert "holds trajectories of schema 1; garbage has 99" in raw.reply()[1].message
+    assert status(run_dir, "after").refused["SchemaError"] == before + 7
 
 
 def test_a_frame_over_the_limit_of_a_careless_sender_does_not_end_the_broker(run_dir: RunDir) -> None:
     with Raw(run_dir, "careless") as raw:
         raw.send(0, Hello(role=Role.PRODUCER))
         raw.reply()
-        raw.send(1, Put(tickets=((0, 0),), checksums=(0,)), bytes(2 << 20))
+        raw.send(1, Put(groups=(item(lengths=(2 << 20,)),)), bytes(2 << 20))
         assert not raw.socket.poll(300)  # ZeroMQ drops it without a word: why the sender must check
     assert status(run_dir, "after-careless").refused.get("unsent", 0) == 0
 
@@ -186,7 +222,7 @@ def test_two_processes_under_one_name_are_told_apart(run_dir: RunDir) -> None:
 def test_a_broker_that_cannot_bind_ends_with_a_message(tmp_path: Path) -> None:
     run_dir = new_run(tmp_path, task={"name": "copy"})
     facts = run_dir.read_facts()
-    run_dir.write_facts(facts.model_copy(update={"queue_endpoint": "ipc:///no/such/folder/q"}))
+    run_dir.write_facts(facts.model_copy(update={"queue_endpoints": ("ipc:///no/such/folder/q",)}))
     with broker(run_dir) as process:
         assert process.stderr is not None
         assert process.wait(timeout=20) == 1

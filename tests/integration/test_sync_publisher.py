@@ -60,7 +60,7 @@ def facts_of(tmp_path, run_id="sync-test"):
     return RunFacts(
         run_id=f"{run_id}-{os.getpid()}",
         incarnation=0,
-        queue_endpoint="",
+        queue_endpoints=(),
         sync_endpoint=f"ipc://{tmp_path}/sync",
         rendezvous="",
         model_dir="",

@@ -91,7 +91,7 @@ def run_with_checkpoint(tmp_path: Path, model_dir: str, engine: FSDP2Engine, dty
     facts = RunFacts(
         run_id="r",
         incarnation=0,
-        queue_endpoint="",
+        queue_endpoints=(),
         sync_endpoint="",
         rendezvous="",
         model_dir=model_dir,

@@ -87,7 +87,7 @@ class GateMachine(RuleBasedStateMachine):
             tokens_by_version=versions,
             payload_bytes=10,
         )
-        outcome = self.gate.finish(name, meta)
+        outcome = self.gate.finish(name, meta, self.now_s)
         if outcome == "accepted":
             self.sampled[issue.ticket] = min(versions)
         return outcome

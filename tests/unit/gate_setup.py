@@ -59,7 +59,7 @@ def ask_all(gate: Gate, version: int, producer: str = A) -> list[Issue]:
 
 
 def finish(gate: Gate, *issues: Issue, version: int = 0, rewards: tuple[float, ...] = (0.0, 1.0)) -> list[str]:
-    return [gate.finish(A, meta_of(issue, version, rewards)) for issue in issues]
+    return [gate.finish(A, meta_of(issue, version, rewards), 0.0) for issue in issues]
 
 
 def leased(gate: Gate, step: int) -> list[int]:

@@ -40,7 +40,7 @@ def finish(gate: Gate, issue: Issue, *versions: int) -> str:
         rewards_N=(1.0, 1.0),
         tokens_by_version=dict.fromkeys(versions, 3),
     )
-    return gate.finish(A, meta)
+    return gate.finish(A, meta, 0.0)
 
 
 def issue(gate: Gate, version: int, producer: str = A) -> Issue | Blocked:

@@ -181,9 +181,9 @@ def test_a_ticket_never_issued_or_held_by_another_is_refused() -> None:
     gate = new_gate(2, 1)
     issue = ask(gate, 0, producer=B)
     with pytest.raises(QueueError, match="ticket 7 was not"):
-        gate.finish(A, meta_of(Issue(ticket=7, attempt=0, not_before_version=0, exact_version=-1), 0))
+        gate.finish(A, meta_of(Issue(ticket=7, attempt=0, not_before_version=0, exact_version=-1), 0), 0.0)
     with pytest.raises(QueueError, match=f"is generating at {B}; met attempt 0 from {A}"):
-        gate.finish(A, meta_of(issue, 0))
+        gate.finish(A, meta_of(issue, 0), 0.0)
 
 
 def test_a_token_older_than_its_ticket_allows_is_refused_and_the_ticket_issued_again() -> None:
@@ -193,11 +193,11 @@ def test_a_token_older_than_its_ticket_allows_is_refused_and_the_ticket_issued_a
     gate.commit(0, 0)
     issue = ask(gate, 1)
     with pytest.raises(VersionError, match=r"was issued to version 1.*met tokens of version 0"):
-        gate.finish(A, meta_of(issue, 0))
+        gate.finish(A, meta_of(issue, 0), 0.0)
     again = ask(gate, 1)
     assert (again.ticket, again.attempt) == (1, 1)
     with pytest.raises(VersionError, match=r"1 steps are committed.*version 2, which does not exist yet"):
-        gate.finish(A, meta_of(again, 2))
+        gate.finish(A, meta_of(again, 2), 0.0)
 
 
 def test_b31_a_version_that_falls_within_a_life_or_over_a_restart_is_an_error() -> None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunDir
+from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import DataError, FencedError, QueueError, SchemaError
 from asyncrl.queue import messages as m
-from asyncrl.queue.gate import Gate
+from asyncrl.queue.opening import open_queue
+from asyncrl.queue.payload import checksum
+from asyncrl.queue.payload_reader import PayloadReader
 from asyncrl.queue.prompts import TicketPrompts, ticket_seed
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Session
 from asyncrl.queue.settings import GateSettings
-from asyncrl.queue.wire import checksum
 from asyncrl.tasks.prompt import Prompt
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan, encode_group
 
-PRODUCER = Session("generator-0", b"p", m.Hello(role=m.Role.PRODUCER))
-CONSUMER = Session("learner-0", b"c", m.Hello(role=m.Role.CONSUMER))
-OBSERVER = Session("driver", b"o", m.Hello(role=m.Role.OBSERVER))
+PRODUCER = Session("generator-0", b"p", m.Hello(role=m.Role.PRODUCER), 0)
+CONSUMER = Session("learner-0", b"c", m.Hello(role=m.Role.CONSUMER), 0)
+OBSERVER = Session("driver", b"o", m.Hello(role=m.Role.OBSERVER), 0)
 
 
 class Numbers:
@@ -38,15 +40,31 @@ class Numbers:
         return Prompt(prompt_id=f"p{index}", prompt=f"{index}>", answer=str(index))
 
 
-def new_service(path: Path, **queue: Any) -> QueueService:
-    config = Config.model_validate({"algorithm": {"groups_per_step": 2}, "queue": {"max_staleness": 2, **queue}})
-    service = QueueService(Gate(GateSettings.from_config(config, None)), TicketPrompts(Numbers(), 5, 30.0), RunDir(path), 0)
+def opened(path: Path, config: Config, incarnation: int = 0, frontier: m.Frontier | None = None) -> QueueService:
+    facts = RunFacts(
+        run_id="r",
+        incarnation=incarnation,
+        queue_endpoints=(),
+        sync_endpoint="",
+        rendezvous="",
+        model_dir="",
+        generator_device="cpu",
+        learner_device="cpu",
+    )
+    run_dir = RunDir(path)
+    queue = open_queue(run_dir, config, facts, GateSettings.from_config(config, None), frontier)
+    return QueueService(queue, TicketPrompts(Numbers(), 5, 30.0), run_dir, incarnation)
+
+
+def new_service(path: Path, incarnation: int = 0, frontier: m.Frontier | None = None, **queue: Any) -> QueueService:
+    config = Config.model_validate({"algorithm": {"groups_per_step": 2}, "queue": {"max_staleness": 2, "durability": "memory", **queue}})
+    service = opened(path, config, incarnation, frontier)
     for session in (PRODUCER, CONSUMER, OBSERVER):
-        service.greet(session.sender, m.Hello(role=session.role), 0.0)
+        service.greet(session.sender, m.Hello(role=session.role, incarnation=incarnation), 0.0)
     return service
 
 
-def payload_for(ticket: m.Ticket, **changes: Any) -> bytes:
+def group_for(ticket: m.Ticket, **changes: Any) -> TrajectoryGroup:
     fields: dict[str, Any] = {
         "group_id": ticket.group_id,
         "ticket": ticket.ticket,
@@ -68,7 +86,7 @@ def payload_for(ticket: m.Ticket, **changes: Any) -> bytes:
         **changes,
     }
     rows = [Trajectory.checked(**fields, sibling=i, reward=float(i)) for i in range(2)]
-    return encode_group(TrajectoryGroup(trajectories=tuple(rows))).to_pybytes()
+    return TrajectoryGroup(trajectories=tuple(rows))
 
 
 def say(service: QueueService, session: Session, body: m.RequestBody, *payloads: bytes, call: Call = Call.ONLY, now_s: float = 0.0) -> Any:
@@ -80,10 +98,19 @@ def tickets(service: QueueService, number: int) -> list[m.Ticket]:
     return list(say(service, PRODUCER, m.TicketRequest(version=0, max_tickets=number, wait_s=0.0)).tickets)
 
 
-def put(service: QueueService, ticket: m.Ticket, payload: bytes, total: int | None = None) -> str:
-    body = m.Put(tickets=((ticket.ticket, ticket.attempt),), checksums=(checksum(payload) if total is None else total,))
-    (outcome,) = say(service, PRODUCER, body, payload).outcomes
+def put(service: QueueService, ticket: m.Ticket, group: TrajectoryGroup, **changes: Any) -> str:
+    payload = encode_group(group).to_pybytes()
+    item = m.PutItem(meta=group.meta(len(payload)), checksum=checksum([payload]), lengths=(len(payload),))
+    item = msgspec.structs.replace(item, **changes)
+    (outcome,) = say(service, PRODUCER, m.Put(groups=(item,)), payload).outcomes
     return outcome
+
+
+def read(service: QueueService, metas: Any) -> tuple[list[int], list[tuple[int, int, str]]]:
+    answer = service.answer(CONSUMER, m.Fetch(tickets=tuple(meta.ticket for meta in metas)), (), 0.0, Call.ONLY)
+    assert answer is not None
+    groups, damaged = PayloadReader("r").read(answer[0], answer[1], {meta.ticket: meta for meta in metas})
+    return list(groups), damaged
 
 
 def test_a_ticket_carries_its_prompt_and_a_seed_that_does_not_depend_on_the_attempt(tmp_path: Path) -> None:
@@ -114,65 +141,94 @@ def test_a_dead_letter_names_the_prompt_and_every_reason(tmp_path: Path) -> None
     assert entry == {"ticket": 0, "prompt_id": "p0", "dropped": "dead_letter", "reasons": reasons}
 
 
-def test_payload_is_kept_until_its_step_is_committed(tmp_path: Path) -> None:
-    service = new_service(tmp_path)
+def lease(service: QueueService, step: int) -> m.Lease:
+    found: m.Lease = say(service, CONSUMER, m.LeaseRequest(step=step, incarnation=0, wait_s=0.0))
+    return found
+
+
+@pytest.mark.parametrize("durability", ["memory", "written"])
+def test_payload_is_kept_until_its_step_is_committed(tmp_path: Path, durability: str) -> None:
+    service = new_service(tmp_path, durability=durability)
     first, second = tickets(service, 2)
-    payloads = [payload_for(first), payload_for(second)]
-    assert [put(service, first, payloads[0]), put(service, second, payloads[1])] == ["accepted", "accepted"]
-    assert put(service, first, payloads[0]) == "duplicate"
-    lease = say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=0.0))
-    assert [meta.payload_bytes for meta in lease.groups] == [len(p) for p in payloads]
-    answer = service.answer(CONSUMER, m.Fetch(tickets=(1, 0)), (), 0.0, Call.ONLY)
-    assert answer is not None and [bytes(frame) for frame in answer[1]] == payloads[::-1]
+    assert [put(service, first, group_for(first)), put(service, second, group_for(second))] == ["accepted", "accepted"]
+    assert put(service, first, group_for(first)) == "duplicate"
+    leased = lease(service, 0)
+    assert read(service, leased.groups) == ([0, 1], [])
     committed = say(service, CONSUMER, m.Commit(step=0, incarnation=0))
     assert committed.frontier == m.Frontier(steps=1, low=2, settled_above=(), trained=2, dropped={})
-    with pytest.raises(QueueError, match="no payload"):
-        say(service, CONSUMER, m.Fetch(tickets=(0,)))
     assert say(service, CONSUMER, m.Commit(step=0, incarnation=0)) == committed
+    service.commit()
+    # with a log it is kept beyond the commit, for the checkpoint before it
+    assert read(service, leased.groups)[0] == ([] if durability == "memory" else [0, 1])
+    say(service, CONSUMER, m.Checkpointed(oldest_step=1, incarnation=0))
+    service.commit()
+    assert [reason for *_, reason in read(service, leased.groups)[1]] == [
+        "the payload of ticket 0 was lost",
+        "the payload of ticket 1 was lost",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda p: (p, 12345), "CRC-32 12345; met"),
-        (lambda p: (p[:-40], None), "refused: "),
-        (lambda p: (b"garbage", None), "not a readable Arrow stream"),
-    ],
+    ("changes", "reason"),
+    [({"checksum": 12345}, "has xxh3-64 0x3039; met"), ({}, "differ in rewards_N"), ({"damage": True}, "not a readable Arrow stream")],
 )
-def test_damaged_payload_fails_its_attempt_and_leaves_the_rest_alone(tmp_path: Path, damage: Any, message: str) -> None:
+def test_payload_that_the_learner_cannot_use_is_sampled_again(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     service = new_service(tmp_path)
     first, second = tickets(service, 2)
-    payload, total = damage(payload_for(first))
-    assert message in put(service, first, payload, total)
-    assert put(service, second, payload_for(second)) == "accepted"
+    group = group_for(first)
+    if "damage" in changes:
+        body = b"garbage" * 9
+        meta = msgspec.structs.replace(m.PutItem(meta=group.meta(63), checksum=checksum([body]), lengths=(63,)))
+        assert say(service, PRODUCER, m.Put(groups=(meta,)), body).outcomes == ("accepted",)
+    elif changes:
+        assert put(service, first, group, **changes) == "accepted"
+    else:
+        meta = dataclasses.replace(group.meta(encode_group(group).size), rewards_N=(0.0, 5.0))
+        assert put(service, first, group, meta=meta) == "accepted"
+    assert put(service, second, group_for(second)) == "accepted"
+    leased = lease(service, 0)
+    good, damaged = read(service, leased.groups)
+    assert good == [1] and damaged[0][:2] == (0, 0) and reason in damaged[0][2]
+    say(service, CONSUMER, m.Return(step=0, incarnation=0, damaged=tuple(damaged)))
     (again,) = tickets(service, 1)
     assert (again.ticket, again.attempt) == (0, 1)
     status = say(service, OBSERVER, m.StatusRequest()).status
-    assert status.refused == {"SchemaError": 1} and status.reissued == 1
+    assert status.refused == {"damaged": 1} and status.reissued == 1 and status.queued_groups == 1
 
 
-def test_payload_of_another_ticket_or_incarnation_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rewards_N": (0.0,)}, "rewards_N: one entry for each of 2 siblings; met 1"),
+        ({"rewards_N": (0.0, float("nan"))}, "rewards_N: finite"),
+        ({"tokens_by_version": {0: 1}}, "tokens_by_version: positive counts that sum to 2"),
+        ({"tokens_by_version": {}}, "tokens_by_version"),
+        ({"sampled_tokens_N": (1, 9)}, "sampled_tokens_N: a prompt and sampled tokens within 3; met (2, 9)"),
+        ({"lengths_N": (1 << 40, 3)}, "lengths_N: 2 to"),
+        ({"payload_bytes": 5}, "payload_bytes: the sum of the frames"),
+        ({"incarnation": 3}, "incarnation 0; ticket 0 has tokens of 3"),
+    ],
+)
+def test_metadata_that_does_not_agree_is_refused_and_its_ticket_issued_again(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     service = new_service(tmp_path)
     first, second = tickets(service, 2)
-    assert "header and payload name one ticket and attempt; met (0, 0) and (1, 0)" in put(service, first, payload_for(second))
-    assert "incarnation 0; ticket 1 has tokens of 3" in put(service, second, payload_for(second, incarnation=3))
-    with pytest.raises(SchemaError, match="1 tickets, 2 checksums, 0 payloads"):
-        say(service, PRODUCER, m.Put(tickets=((0, 0),), checksums=(1, 2)))
+    group = group_for(first)
+    outcome = put(service, first, group, meta=dataclasses.replace(group.meta(encode_group(group).size), **change))
+    assert outcome.startswith("refused: ") and message in outcome
+    assert put(service, second, group_for(second)) == "accepted"
+    (again,) = tickets(service, 1)
+    assert (again.ticket, again.attempt) == (0, 1)
 
 
-def test_flipped_bytes_of_a_payload_are_refused_or_harmless_and_never_end_the_broker(tmp_path: Path) -> None:
-    service = new_service(tmp_path, max_attempts=1, max_staleness=1000)
-    random = np.random.default_rng(0)
-    outcomes = []
-    for ticket in [t for _ in range(4) for t in tickets(service, 60)]:
-        damaged = bytearray(payload_for(ticket))
-        for position in random.integers(0, len(damaged), size=3):
-            damaged[position] ^= int(random.integers(1, 256))
-        outcomes.append(put(service, ticket, bytes(damaged)))
-    assert all(outcome == "accepted" or outcome.startswith("refused: ") for outcome in outcomes)
-    assert sum(outcome != "accepted" for outcome in outcomes) > 50
-    status = say(service, OBSERVER, m.StatusRequest()).status
-    assert status.admitted == 241 and status.queued_groups == outcomes.count("accepted")  # and prompt 3
+def test_a_put_whose_frames_are_not_the_announced_ones_is_refused_whole(tmp_path: Path) -> None:
+    service = new_service(tmp_path)
+    (first,) = tickets(service, 1)
+    item = m.PutItem(meta=group_for(first).meta(3), checksum=0, lengths=(3,))
+    for frames in ((), (b"ab",), (b"abc", b"d")):
+        with pytest.raises(SchemaError, match="frames have the announced sizes"):
+            say(service, PRODUCER, m.Put(groups=(item,)), *frames)
+    with pytest.raises(SchemaError, match="1 to 256 groups; met 0"):
+        say(service, PRODUCER, m.Put(groups=()))
 
 
 def test_a_request_waits_until_its_last_call_and_is_looked_at_again_with_the_newest_version(tmp_path: Path) -> None:
@@ -180,10 +236,9 @@ def test_a_request_waits_until_its_last_call_and_is_looked_at_again_with_the_new
     first, second = tickets(service, 2)
     request = m.TicketRequest(version=0, max_tickets=4, wait_s=5.0)
     assert say(service, PRODUCER, request, call=Call.FIRST) is None
-    put(service, first, payload_for(first))
-    put(service, second, payload_for(second))
-    lease = m.LeaseRequest(step=0, incarnation=0, wait_s=5.0)
-    assert len(say(service, CONSUMER, lease, call=Call.FIRST).groups) == 2
+    put(service, first, group_for(first))
+    put(service, second, group_for(second))
+    assert len(say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=5.0), call=Call.FIRST).groups) == 2
     say(service, CONSUMER, m.Commit(step=0, incarnation=0))
     assert say(service, PRODUCER, request, call=Call.AGAIN) is None
     say(service, PRODUCER, m.Heartbeat(version=1, in_flight={}, sampled_tokens=0))
@@ -220,15 +275,18 @@ def test_requests_are_refused_to_the_wrong_role_and_to_an_older_start(tmp_path: 
 
 def test_lockstep_says_advance_once_at_once_and_then_lets_the_producer_wait(tmp_path: Path) -> None:
     config = Config.model_validate(
-        {"algorithm": {"groups_per_step": 1, "no_signal": "keep"}, "queue": {"schedule": "lockstep", "max_staleness": 0}}
+        {
+            "algorithm": {"groups_per_step": 1, "no_signal": "keep"},
+            "queue": {"schedule": "lockstep", "max_staleness": 0, "durability": "memory"},
+        }
     )
-    service = QueueService(Gate(GateSettings.from_config(config, None)), TicketPrompts(Numbers(), 5, 30.0), RunDir(tmp_path), 0)
+    service = opened(tmp_path, config)
     service.greet("generator-0", m.Hello(role=m.Role.PRODUCER), 0.0)
     (ticket,) = tickets(service, 1)
     assert ticket.exact_version == 0
     request = m.TicketRequest(version=0, max_tickets=1, wait_s=5.0)
     assert say(service, PRODUCER, request, call=Call.FIRST) is None  # ticket 0 may still come back
-    put(service, ticket, payload_for(ticket))
+    put(service, ticket, group_for(ticket))
     assert say(service, PRODUCER, request, call=Call.AGAIN).advance
     assert say(service, PRODUCER, request, call=Call.FIRST) is None
     assert say(service, PRODUCER, request, call=Call.LAST).advance

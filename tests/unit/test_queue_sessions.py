@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from gate_setup import meta_of
 
 from asyncrl.errors import PeerTimeout, QueueError, SchemaError, VersionError
-from asyncrl.queue.messages import PROTOCOL_VERSION, Done, Hello, Payloads, Put, Refused, Reply, Request, Role, StatusRequest
+from asyncrl.queue.messages import PROTOCOL_VERSION, Done, Hello, Put, PutItem, Refused, Reply, Request, Role, StatusRequest
+from asyncrl.queue.records import Issue
 from asyncrl.queue.sessions import Arrival, Session, Sessions
-from asyncrl.queue.store import PayloadStore
-from asyncrl.queue.wire import Dialogue, Envelope, checksum, decode_envelope, decode_request, encode
+from asyncrl.queue.wire import Dialogue, Envelope, decode_envelope, decode_request, encode
 
 HELLO = Hello(role=Role.PRODUCER)
 
@@ -23,7 +24,7 @@ def dialogue(limit: int = 1 << 20) -> Dialogue:
 
 
 def test_b56_a_gap_in_the_numbers_is_an_error_and_uses_up_no_number() -> None:
-    session = Session("generator-0", b"a", HELLO)
+    session = Session("generator-0", b"a", HELLO, 0)
     assert session.arrive(1) is Arrival.NEW
     with pytest.raises(QueueError, match="after 1 came 3: messages were lost"):
         session.arrive(3)
@@ -31,7 +32,7 @@ def test_b56_a_gap_in_the_numbers_is_an_error_and_uses_up_no_number() -> None:
 
 
 def test_b56_a_repeat_waits_with_the_first_or_gets_its_answer_again() -> None:
-    session = Session("generator-0", b"a", HELLO)
+    session = Session("generator-0", b"a", HELLO, 0)
     session.arrive(1)
     assert session.arrive(1) is Arrival.WAITING
     session.answer(1, [b"answer"])
@@ -39,14 +40,14 @@ def test_b56_a_repeat_waits_with_the_first_or_gets_its_answer_again() -> None:
 
 
 def test_b56_an_answer_with_payload_is_given_anew_and_not_kept() -> None:
-    session = Session("learner-0", b"a", HELLO)
+    session = Session("learner-0", b"a", HELLO, 0)
     session.arrive(1)
     session.answer(1, [b"header", b"payload"])
     assert session.arrive(1) is Arrival.REPEAT and session.kept(1) == []
 
 
 def test_b56_only_so_many_answers_are_kept() -> None:
-    session = Session("generator-0", b"a", HELLO)
+    session = Session("generator-0", b"a", HELLO, 0)
     for number in range(1, 67):
         session.arrive(number)
         session.answer(number, [b"x"])
@@ -72,7 +73,7 @@ def test_a_name_belongs_to_the_process_that_greeted_last() -> None:
 
 def test_b56_a_message_over_the_limit_is_refused_by_its_sender_and_uses_up_no_number() -> None:
     talk = dialogue(limit=1 << 20)
-    put = Put(tickets=((0, 0),), checksums=(0,))
+    put = StatusRequest()
     with pytest.raises(QueueError, match=r"queue.max_message_mib = 1 MiB \(1048576 bytes\); met 1048577 bytes") as caught:
         talk.request(put, [bytes((1 << 20) + 1)])
     assert caught.value.endpoint == "ipc:///q"
@@ -89,28 +90,6 @@ def test_a_refusal_becomes_the_error_that_it_names_and_an_unknown_one_a_queue_er
     for kind in ("Exception", "Any", "no such class"):
         assert type(talk.refusal(Refused(kind=kind, message="m"))) is QueueError
     assert type(talk.refusal(Refused(kind="PeerTimeout", message="m"))) is PeerTimeout
-
-
-def test_fetched_payload_is_checked_against_its_announcement() -> None:
-    talk = dialogue()
-    with pytest.raises(SchemaError, match="announced 2 payloads and sent 1"):
-        talk.groups(Payloads(tickets=(1, 2), checksums=(0, 0)), [b"x"])
-    with pytest.raises(SchemaError, match=f"payload of ticket 1 has CRC-32 7; met {checksum(b'x')}"):
-        talk.groups(Payloads(tickets=(1,), checksums=(7,)), [b"x"])
-
-
-def test_bytes_damaged_in_the_store_are_found_when_fetched() -> None:
-    store, frame = PayloadStore(), bytearray(b"payload")
-    store.keep(3, frame, checksum(frame))
-    assert store.fetch([3]) == ([frame], [checksum(b"payload")])
-    frame[2] ^= 1
-    with pytest.raises(SchemaError, match="payload of ticket 3 had CRC-32"):
-        store.fetch([3])
-    store.forget(3)
-    store.forget(3)
-    with pytest.raises(QueueError, match=r"no payload of tickets \[3\]"):
-        store.fetch([3])
-    assert len(store) == 0
 
 
 @pytest.mark.parametrize(
@@ -131,6 +110,9 @@ def test_an_envelope_is_read_although_its_body_is_of_another_protocol() -> None:
 
 
 def test_requests_and_replies_survive_the_wire() -> None:
-    request = Request(protocol=PROTOCOL_VERSION, run_id="r", sender="s", sequence=1, body=Put(tickets=((5, 1),), checksums=(9,)))
+    meta = meta_of(Issue(ticket=5, attempt=1, not_before_version=0, exact_version=-1), 0)
+    request = Request(
+        protocol=PROTOCOL_VERSION, run_id="r", sender="s", sequence=1, body=Put(groups=(PutItem(meta=meta, checksum=9, lengths=(10,)),))
+    )
     assert decode_request(encode(request)) == request
     assert dialogue().reply([encode(Reply(sequence=3, body=Done())), b"p"]) == (3, Done(), [b"p"])

@@ -17,7 +17,7 @@ from asyncrl.sync.transports import new_transport, open_update
 FACTS = RunFacts(
     run_id="transport-test",
     incarnation=3,
-    queue_endpoint="",
+    queue_endpoints=(),
     sync_endpoint="",
     rendezvous="",
     model_dir="",

@@ -1,6 +1,7 @@
 """The start of a broker over what an earlier process left: every group that the ledger names is usable, or is issued again.
 
-    ledger rows ──► claims ──► the log checks them ──► damaged live groups: attempt + 1, state reissue
+    ledger rows ──► claims ──► the log checks them ──► damaged queued groups: attempt + 1, state reissue
+                                                   ├─► damaged leased groups: leased as before, without payload
                                                    └─► damaged kept groups: settled as before, without payload
     bytes that no row claims are cut and removed, and said
 
@@ -32,7 +33,7 @@ class Recovered:
     """What a start found.
 
     Attributes:
-        snapshot: the ledger's, with damaged groups issued again; None for a fresh queue. A leased group may be among them.
+        snapshot: the ledger's, with damaged groups issued again; None for a fresh queue.
         damaged: (ticket, attempt, reason) of payload that cannot be used; report: what was cut and removed.
     """
 
@@ -91,5 +92,7 @@ def _repaired(rows: tuple[GroupRow, ...], reasons: dict[int, str]) -> tuple[Grou
 def _repair(row: GroupRow, reason: str) -> GroupRow:
     if row.settled:
         return row.without_payload()
+    if row.state == "leased":  # the learner may hold it already: its commit settles it, its complaint has it issued again
+        return row.without_payload(meta=row.meta)
     reasons = (*row.reasons, f"attempt {row.attempt} at {row.producer}: {reason}")
     return row.without_payload(state="reissue", attempt=row.attempt + 1, reasons=reasons)

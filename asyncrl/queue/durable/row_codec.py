@@ -29,7 +29,8 @@ class _Transition(msgspec.Struct, frozen=True, array_like=True):
     producer: str
     version: int
     overtaken: int
-    uses: int
+    used_at: tuple[int, ...]
+    priority: float
     step: int
     reason: str
     reasons: tuple[str, ...]
@@ -71,7 +72,11 @@ def encode_group_row(row: GroupRow) -> bytes:
     """The row without what belongs to its payload."""
     r = row
     return seal(
-        _encoder.encode(_Transition(r.ticket, r.attempt, r.state, r.producer, r.version, r.overtaken, r.uses, r.step, r.reason, r.reasons))
+        _encoder.encode(
+            _Transition(
+                r.ticket, r.attempt, r.state, r.producer, r.version, r.overtaken, r.used_at, r.priority, r.step, r.reason, r.reasons
+            )
+        )
     )
 
 
@@ -97,7 +102,8 @@ def decode_group_row(ticket: int, blob: bytes, payload: bytes | None) -> GroupRo
         producer=t.producer,
         version=t.version,
         overtaken=t.overtaken,
-        uses=t.uses,
+        used_at=t.used_at,
+        priority=t.priority,
         step=t.step,
         reason=t.reason,
         reasons=t.reasons,

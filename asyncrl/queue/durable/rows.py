@@ -22,8 +22,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         state: generating, reissue, queued, leased, trained or dropped.
         version: the lowest version that may sample any token of it.
-        overtaken: groups with a higher ticket leased before it; uses: committed uses.
-        step: the step that committed it last, -1 if none; reason: why it was dropped; reasons: why attempts failed.
+        overtaken: groups with a higher ticket leased before it; used_at: steps that trained it; priority: set by the learner, or -1.
+        step: committed steps when it was settled, -1 while live; reason: why it was dropped; reasons: why attempts failed.
         checksum: xxh3-64 of the payload; lengths: bytes of its frames.
         place: in the log; segment: name of a shared-memory segment that holds it instead.
     """
@@ -34,7 +34,8 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     producer: str = ""
     version: int = 0
     overtaken: int = 0
-    uses: int = 0
+    used_at: tuple[int, ...] = ()
+    priority: float = -1.0
     step: int = -1
     reason: str = ""
     reasons: tuple[str, ...] = ()

@@ -110,6 +110,10 @@ class SegmentLog:
         self._live.setdefault(place.segment, {})[place.offset] = place.length
         return place
 
+    def check_room(self, num_bytes: int) -> None:
+        """Raises DiskFull if a payload of this size would not be taken now."""
+        check_room(self.folder, self._free_bytes(self.folder), RECORD_HEADER_BYTES + aligned(num_bytes), self._reserve_bytes)
+
     def sync(self) -> None:
         """Waits until everything appended is on the disk; does nothing if it is.
 

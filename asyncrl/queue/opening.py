@@ -1,0 +1,120 @@
+"""The start of a broker: what an earlier process left is taken over, or taken back to the checkpoint that the run starts from.
+
+    nothing on disk                  a fresh gate at the checkpoint's frontier
+    ledger of this very start        the gate as it was: the broker died and the learner goes on
+    ledger of an earlier start       that gate, taken back to the frontier of the checkpoint
+
+Source: design note, section 4.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.config.run_dir import RunDir, RunFacts
+from asyncrl.errors import QueueError, SchemaError
+from asyncrl.queue.durable.ledger_file import LedgerFile
+from asyncrl.queue.durable.recovery import recover
+from asyncrl.queue.durable.rows import GroupRow, Snapshot
+from asyncrl.queue.durable.segments import SegmentLog
+from asyncrl.queue.gate import Gate
+from asyncrl.queue.journal import Journal, record_of
+from asyncrl.queue.ledger import EMPTY, split_frontier
+from asyncrl.queue.messages import Frontier
+from asyncrl.queue.records import GateState
+from asyncrl.queue.restore import restored
+from asyncrl.queue.settings import GateSettings
+from asyncrl.queue.shm import SegmentKeeper
+from asyncrl.queue.store import Payload, PayloadStore
+
+__all__ = ["Opened", "open_queue", "take_back"]
+
+log = logging.getLogger(__name__)
+SEGMENT_BYTES = 64 << 20
+
+
+@dataclass(slots=True, kw_only=True)
+class Opened:
+    """What a broker works with."""
+
+    gate: Gate
+    store: PayloadStore
+    journal: Journal
+
+
+def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateSettings, frontier: Frontier | None) -> Opened:
+    """Gate, payload and ledger of a shard; ``frontier`` is that of the checkpoint, of the whole queue.
+
+    Raises:
+        DataError: what lies in the run directory is damaged or of another run. QueueError: another process serves it.
+    """
+    own = split_frontier(frontier or EMPTY, settings.shard, settings.shards)
+    max_log_bytes = config.queue.max_log_mib << 20
+    if config.queue.durability == "memory":
+        store = PayloadStore(facts.run_id, None)
+        journal = Journal(store, None, synced=False, max_log_bytes=max_log_bytes)
+        return Opened(gate=Gate(settings, own, facts.incarnation), store=store, journal=journal)
+    synced, folder = config.queue.durability == "synced", run_dir.queue / f"shard-{settings.shard}"
+    segments = SegmentLog(folder / "log", facts.run_id, settings.shard, segment_bytes=SEGMENT_BYTES)
+    ledger = LedgerFile(folder / "ledger.sqlite", facts.run_id, settings.shard, settings.shards, synced=synced)
+    found = recover(segments, ledger, _problem(facts.run_id))
+    for line in found.report:
+        log.warning("recovery: %s", line)
+    for damaged in found.damaged:
+        log.warning("recovery: ticket %d, attempt %d: %s", damaged.ticket, damaged.attempt, damaged.reason)
+    store = PayloadStore(facts.run_id, segments)
+    journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
+    gate = _gate(found.snapshot, store, journal, settings, own, facts.incarnation)
+    journal.commit(gate, facts.incarnation)
+    return Opened(gate=gate, store=store, journal=journal)
+
+
+def _gate(
+    snapshot: Snapshot | None, store: PayloadStore, journal: Journal, settings: GateSettings, frontier: Frontier, incarnation: int
+) -> Gate:
+    if snapshot is None or not snapshot.state:
+        return Gate(settings, frontier, incarnation)
+    for row in (*snapshot.live, *snapshot.kept):
+        if row.has_payload:
+            store.restore(row.ticket, _payload(row))
+    for row in snapshot.kept:
+        journal.recall(row)
+    state, now_s = msgspec.msgpack.decode(snapshot.state, type=GateState), time.monotonic()
+    gate = Gate.recovered(settings, state, [record_of(row, now_s) for row in snapshot.live], incarnation, now_s)
+    if state.incarnation >= incarnation:
+        log.info("recovered: %d groups live at step %d", len(snapshot.live), state.frontier.steps)
+        return gate
+    return take_back(gate, store, journal, frontier, incarnation, now_s)
+
+
+def take_back(gate: Gate, store: PayloadStore, journal: Journal, frontier: Frontier, incarnation: int, now_s: float) -> Gate:
+    """The queue at the frontier of a checkpoint, as a new branch; see :mod:`asyncrl.queue.restore`."""
+    reasons = {record.ticket: journal.reason_of(record.ticket) for record in journal.records()}
+    fresh, abandoned = restored(gate, frontier, journal.records(), store.__contains__, incarnation, now_s)
+    waiting = fresh.status().queued_groups
+    journal.begin_branch(fresh, frontier.steps, [(record, reasons.get(record.ticket, "abandoned")) for record in abandoned])
+    log.info("restored to step %d: %d finished groups wait again, %d are abandoned", frontier.steps, waiting, len(abandoned))
+    return fresh
+
+
+def _payload(row: GroupRow) -> Payload:
+    return Payload(checksum=row.checksum, lengths=row.lengths, segment=row.segment, place=row.place)
+
+
+def _problem(run_id: str) -> Callable[[GroupRow], str]:
+    keeper = SegmentKeeper(run_id)
+
+    def problem(row: GroupRow) -> str:
+        try:
+            keeper.check(row.segment, sum(row.lengths))
+        except (QueueError, SchemaError) as error:
+            return str(error)
+        return ""
+
+    return problem
