@@ -6,6 +6,7 @@ asyncrl resume RUN [launch.steps=200]               continue from the newest che
 asyncrl export RUN DIR                              write a Hugging Face folder
 asyncrl eval MODEL task=sums …                      score a held-out set greedily
 asyncrl config [GROUP]                              list options: meaning, unit, default, range
+asyncrl keys DIR NAME…                              make CURVE keys for a queue that other machines reach
 asyncrl bench NAME [--json FILE]                    measure against a floor and against peers
 """
 
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 
 from asyncrl import __version__
 from asyncrl.errors import AsyncRLError
+from asyncrl.queue.commands import add_commands
 
 __all__ = ["main"]
 
@@ -56,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="list every option")
     config.add_argument("group", nargs="?", default="", metavar="GROUP")
     config.set_defaults(command=_config)
+    add_commands(commands)
     bench = commands.add_parser("bench", help="measure against a floor and against peers")
     bench.add_argument("name", choices=["queue"])
     bench.add_argument("--json", metavar="FILE", help="write the figures there")

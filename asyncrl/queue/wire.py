@@ -53,7 +53,7 @@ def decode_envelope(frame: Any) -> Envelope:
         raise SchemaError(f"a request header has at most {MAX_HEADER_BYTES} bytes; met {len(frame)}")
     try:
         return _envelope_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SchemaError(f"a request begins with a msgpack header of protocol {PROTOCOL_VERSION}; met {error}") from error
 
 
@@ -65,7 +65,7 @@ def decode_request(frame: Any) -> Request:
     """
     try:
         return _request_decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SchemaError(f"the body is one of the queue's requests; met {error}") from error
 
 
@@ -120,7 +120,7 @@ class Dialogue:
         """
         try:
             reply = _reply_decoder.decode(frames[0])
-        except (msgspec.DecodeError, IndexError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, IndexError) as error:
             raise SchemaError(f"{self.endpoint} answers with replies of protocol {PROTOCOL_VERSION}; met {error}") from error
         return reply.sequence, reply.body, list(frames[1:])
 
