@@ -16,7 +16,7 @@ def new_selection(settings: GateSettings) -> Selection | None:
     """The selection of the order; None for ``fifo``, which the window alone decides."""
     if settings.order == "fifo":
         return None
-    return make_selection(settings.order, unleased=tuple, window=1, seed=settings.seed, exponent=settings.priority_exponent)
+    return make_selection(settings.order, seed=settings.seed, exponent=settings.priority_exponent)
 
 
 def new_limiter(settings: GateSettings) -> Limiter | None:

@@ -15,20 +15,16 @@ Source: design note, section 4; fault B63. Priorities: Schaul et al., "Prioritiz
 from __future__ import annotations
 
 import heapq
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
 from asyncrl.errors import ConfigError, DataError, QueueError
-from asyncrl.queue.records import GroupRecord
 from asyncrl.queue.sum_tree import SumTree
-from asyncrl.queue.window import choose
 from asyncrl.trajectory import GroupMeta
 
-__all__ = ["Fifo", "Freshest", "Prioritised", "Selection", "Uniform", "make_selection"]
+__all__ = ["Freshest", "Prioritised", "Selection", "Uniform", "make_selection"]
 
-KINDS = ("fifo", "freshest", "uniform", "prioritised")
+KINDS = ("freshest", "uniform", "prioritised")
 MAX_PRIORITY = 1e9
 MAX_EXPONENT = 4.0
 _UNIT = 1 << 32  # weight of priority 1: 32 bits below it, so that priority 0 is drawn once in 4 billion
@@ -61,72 +57,8 @@ class Selection(Protocol):
     def sample(self, n: int, key: int) -> list[int]:
         """Up to ``n`` distinct tickets for step ``key``, in the order of training; fewer if fewer may be leased."""
 
-    def overtaken_by(self, chosen: Sequence[int]) -> Counter[int]:
-        """By how much each waiting ticket is overtaken by a lease of ``chosen``; empty where no order is kept.
 
-        The same before the lease is formed and as long as it lasts, so it need not be stored.
-        """
-
-
-class Fifo:
-    """Admission order; an unfinished group is overtaken ``window - 1`` times at most. It reads the order from the live groups.
-
-    Args:
-        unleased: gives the live groups in admission order; those leased may be among them and are passed by.
-        window: w of the gate, in groups.
-
-    Example:
-        >>> record = GroupRecord(ticket=3, producer="generator-0", version=0, deadline_s=1.0)
-        >>> Fifo(lambda: [record], window=1).sample(1, key=0)
-        []
-    """
-
-    def __init__(self, unleased: Callable[[], Iterable[GroupRecord]], window: int) -> None:
-        self._unleased = unleased
-        self._window = window
-
-    def __len__(self) -> int:
-        return sum(record.finished for record in self._unleased())
-
-    def add(self, ticket: int, meta: GroupMeta, priority: float) -> None:
-        """Nothing to note: the live groups tell."""
-
-    def discard(self, ticket: int) -> None:
-        """Nothing to note: the live groups tell."""
-
-    def update(self, ticket: int, priority: float) -> None:
-        """Priorities do not count here."""
-
-    def sample(self, n: int, key: int) -> list[int]:
-        """See :class:`Selection`; the same for every ``key``."""
-        chosen, _ = choose((record for record in self._unleased() if record.unleased), n, self._window)
-        return [record.ticket for record in chosen]
-
-    def overtaken_by(self, chosen: Sequence[int]) -> Counter[int]:
-        """See :class:`Selection`. Whatever is unleased and below a chosen ticket was unfinished when that was chosen."""
-        left, last = sorted(chosen), max(chosen, default=-1)
-        overtakes: Counter[int] = Counter()
-        taken = set(chosen)
-        position = 0
-        for record in self._unleased():
-            if record.ticket > last:
-                break
-            while left[position] < record.ticket:
-                position += 1
-            if record.unleased and record.ticket not in taken:
-                overtakes[record.ticket] = len(left) - position
-        return overtakes
-
-
-class _Unordered:
-    """What the selections without an admission order share."""
-
-    def overtaken_by(self, chosen: Sequence[int]) -> Counter[int]:
-        """Nobody: no place is kept."""
-        return Counter()
-
-
-class Freshest(_Unordered):
+class Freshest:
     """The newest ``oldest_version`` first, of equal ones the lowest ticket.
 
     Attributes:
@@ -172,7 +104,7 @@ class Freshest(_Unordered):
         return [ticket for _, ticket in taken]
 
 
-class Prioritised(_Unordered):
+class Prioritised:
     """Drawn without replacement, each time in proportion to ``priority ** exponent`` of the groups left.
 
     Args:
@@ -238,14 +170,12 @@ class Uniform(Prioritised):
         super().__init__(seed, exponent=0.0)
 
 
-def make_selection(kind: str, *, unleased: Callable[[], Iterable[GroupRecord]], window: int, seed: int, exponent: float) -> Selection:
+def make_selection(kind: str, *, seed: int, exponent: float) -> Selection:
     """The selection of that name.
 
     Raises:
         ConfigError: there is none; the message lists those there are.
     """
-    if kind == "fifo":
-        return Fifo(unleased, window)
     if kind == "freshest":
         return Freshest()
     if kind == "uniform":

@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from asyncrl.errors import ConfigError
 from asyncrl.queue.limiter import Limiter
-from asyncrl.queue.records import GroupRecord, GroupState
-from asyncrl.queue.selection import Fifo, Freshest, Prioritised, Selection, Uniform
+from asyncrl.queue.selection import Freshest, Prioritised, Selection, Uniform
 from asyncrl.queue.sum_tree import SumTree
-from asyncrl.queue.window import choose
 from asyncrl.trajectory import GroupMeta
 
 PROFILE = settings(max_examples=100, deadline=None)
@@ -95,33 +93,6 @@ def test_a_draw_depends_on_seed_step_and_contents_alone(kind: str, changes: list
     assert selection.sample(n // 2, key=step) == drawn[: n // 2]
     if kind == "freshest":
         assert drawn == sorted(present, key=lambda ticket: (-present[ticket][0], ticket))[:n]
-
-
-STATES = st.lists(st.tuples(st.sampled_from([*GroupState]), st.integers(0, 3), st.integers(1, 3)), max_size=25)
-
-
-@PROFILE
-@given(states=STATES, n=st.integers(1, 8), window=st.integers(1, 8), later=st.randoms(use_true_random=False))
-def test_fifo_overtakes_whom_the_window_says_and_says_so_as_long_as_the_lease_lasts(
-    states: list[tuple[GroupState, int, int]], n: int, window: int, later: random.Random
-) -> None:
-    live, ticket = list[GroupRecord](), 0
-    for state, overtaken, gap in states:
-        ticket += gap
-        live.append(GroupRecord(ticket=ticket, producer="g", version=0, deadline_s=1.0, state=state, overtaken=min(overtaken, window - 1)))
-    chosen, overtakes = choose([r for r in live if r.unleased], n, window)
-    fifo = Fifo(lambda: live, window)
-    drawn = fifo.sample(n, key=0)
-    assert drawn == [r.ticket for r in chosen]
-    assert fifo.overtaken_by(drawn) == overtakes
-    for record in chosen:
-        record.state = GroupState.LEASED
-    for record in live:
-        if record.unleased and later.random() < 0.5:
-            record.state = GroupState.QUEUED
-    live.append(GroupRecord(ticket=ticket + 1, producer="g", version=0, deadline_s=1.0))
-    # a group that was leased by no one and is finished since was overtaken all the same
-    assert fifo.overtaken_by(drawn) == overtakes
 
 
 EIGHTHS = st.integers(2, 48).map(lambda number: Fraction(number, 8))

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from asyncrl.learner.plan import StepPlan
 from asyncrl.learner.pool import Ending, Pool
 from asyncrl.learner.worker import StepResult, statistics_of
 from asyncrl.queue.messages import Committed, Frontier, LagHistogram, Lease, QueueStatus
-from asyncrl.trajectory import TrajectoryGroup
+from asyncrl.trajectory import GroupMeta, TrajectoryGroup
 
 NO_LAG = LagHistogram(consumed={}, in_flight={1: 5}, queued={0: 7})
 
@@ -32,6 +32,7 @@ def status(step: int, rewards_sum: float, rewards_count: int) -> QueueStatus:
         generating=0,
         queued_groups=3,
         queued_bytes=0,
+        oldest_queued_s=0.0,
         leased=0,
         reissued=0,
         lag=NO_LAG,
@@ -50,6 +51,7 @@ class FakeSource:
 
     def __init__(self, events: list[str], batches: int = 100, rewards: float = 0.5) -> None:
         self.events, self.batches, self.rewards = events, batches, rewards
+        self.damaged: list[tuple[int, int, str]] = []
         self.version: Callable[[int], int] = lambda step: step
 
     def lease(self, step: int, tick: Callable[[], bool]) -> tuple[Lease | None, str]:
@@ -61,17 +63,22 @@ class FakeSource:
         self.groups = {g.ticket: g for g in random_groups(2, 2, seed=step, version=self.version(step))}
         return Lease(step=step, groups=tuple(g.meta() for g in self.groups.values())), "a ticket"
 
-    def fetch(self, tickets: tuple[int, ...]) -> dict[int, TrajectoryGroup]:
-        self.events.append(f"fetch {list(tickets)}")
-        return {ticket: self.groups[ticket] for ticket in tickets}
+    def fetch(self, groups: Sequence[GroupMeta]) -> tuple[dict[int, TrajectoryGroup], list[tuple[int, int, str]]]:
+        tickets = [meta.ticket for meta in groups]
+        self.events.append(f"fetch {tickets}")
+        damaged, self.damaged = self.damaged, []
+        return {ticket: self.groups[ticket] for ticket in tickets}, damaged
+
+    def checkpointed(self, oldest_step: int) -> None:
+        self.events.append(f"keep from {oldest_step}")
 
     def commit(self, step: int) -> Committed:
         self.events.append(f"commit {step}")
         frontier = Frontier(steps=step + 1, low=2 * step + 2, settled_above=(), trained=0, dropped={})
         return Committed(frontier=frontier, status=status(step + 1, self.rewards * 4 * (step + 1), 4 * (step + 1)))
 
-    def give_back(self, step: int) -> None:
-        self.events.append(f"return {step}")
+    def give_back(self, step: int, damaged: Sequence[tuple[int, int, str]] = ()) -> None:
+        self.events.append(f"return {step} {[ticket for ticket, *_ in damaged]}" if damaged else f"return {step}")
 
 
 class FakeEngine:
@@ -114,8 +121,9 @@ class FakeOutlets:
         self.lines.append(values)
         self.events.append("metrics")
 
-    def checkpoint(self, step: int, frontier: Frontier | None) -> None:
+    def checkpoint(self, step: int, frontier: Frontier | None) -> int:
         self.events.append(f"checkpoint {step} low {frontier.low if frontier else None}")
+        return step
 
     def sync_s(self) -> float:
         return 0.25
@@ -145,7 +153,7 @@ def test_a_step_leases_fetches_trains_commits_reports_and_publishes_in_that_orde
     assert world.pool.run() is Ending.STEPS
     assert world.events == [
         *("publish 0", "lease 0", "fetch [0, 1]", "train 0", "commit 0", "metrics", "publish 1"),
-        *("lease 1", "fetch [0, 1]", "train 1", "commit 1", "metrics", "checkpoint 2 low 4"),
+        *("lease 1", "fetch [0, 1]", "train 1", "commit 1", "metrics", "checkpoint 2 low 4", "keep from 2"),
     ]
 
 
@@ -155,6 +163,14 @@ def test_publishes_and_checkpoints_keep_their_intervals_and_the_last_step_is_sav
     assert [e for e in world.events if e.startswith(("publish", "checkpoint"))] == [
         *("publish 0", "publish 2", "checkpoint 3 low 6", "publish 4", "checkpoint 6 low 12")
     ]
+
+
+def test_damaged_payload_sends_the_batch_back_and_the_step_is_leased_anew():
+    world = World({"launch": {"steps": 1, "checkpoint_every": 0}})
+    world.source.damaged = [(1, 0, "checksum")]
+    assert world.pool.run() is Ending.STEPS
+    assert world.events[1:6] == ["lease 0", "fetch [0, 1]", "return 0 [1]", "return 0", "lease 0"]
+    assert world.events.count("train 0") == world.events.count("commit 0") == 1
 
 
 def test_a_resumed_pool_publishes_its_starting_step_and_counts_on():
@@ -174,7 +190,7 @@ def test_a_stop_in_mid_step_gives_the_lease_back_and_saves_the_last_whole_step()
     world = World({"launch": {"checkpoint_every": 0}})
     world.worker.during = lambda: world.pool.stop() if len(world.worker.plans) == 2 else None
     assert world.pool.run() is Ending.ASKED
-    assert world.events[-4:] == ["lease 1", "fetch [0, 1]", "return 1", "checkpoint 1 low 2"]
+    assert world.events[-5:] == ["lease 1", "fetch [0, 1]", "return 1", "checkpoint 1 low 2", "keep from 1"]
 
 
 def test_a_stop_before_the_first_step_ends_without_a_checkpoint():
@@ -187,7 +203,7 @@ def test_a_stop_before_the_first_step_ends_without_a_checkpoint():
 def test_b53_the_end_of_the_prompts_ends_the_pool_with_a_checkpoint():
     world = World({"launch": {"checkpoint_every": 0}}, batches=1)
     assert world.pool.run() is Ending.PROMPTS
-    assert world.events[-2:] == ["lease 1", "checkpoint 1 low 2"]
+    assert world.events[-3:] == ["lease 1", "checkpoint 1 low 2", "keep from 1"]
 
 
 def test_the_target_ends_the_pool_after_a_ten_step_mean():

@@ -17,7 +17,7 @@ def no_gpu(monkeypatch):
     ("overrides", "said"),
     [
         (["sync.every=4"], "4 - 1 .* = 3; met 2"),
-        (["queue.window=40"], "ceil\\(39 / 16\\) = 3; met 2"),
+        (["queue.window=40"], "ceil\\(39 / 16\\) \\+ 1 - 1 = 3; met 2"),
         (["algorithm.group_size=1", "algorithm.no_signal=keep"], "advantage 0"),
         (["algorithm.mini_batches=17"], "at least one group"),
         (["learner.micro_batch_tokens=64"], "less than one response"),

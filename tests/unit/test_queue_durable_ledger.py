@@ -27,7 +27,7 @@ def test_a_fresh_file_holds_nothing_and_a_written_one_comes_back_equal(tmp_path)
     ledger = new_ledger(tmp_path)
     assert ledger.created and ledger.load() is None
     live = (row_of(2, reasons=("attempt 0: died",), attempt=1), GroupRow(ticket=3, attempt=0, state="generating", producer="g", version=7))
-    kept = row_of(0, "trained", 4, uses=2)
+    kept = row_of(0, "trained", 4, used_at=(3, 4))
     ledger.write(Changes(groups=(live[1], kept, live[0]), steps=(step_row(4, 1),), state=b"small"))
     ledger.close()
     ledger = new_ledger(tmp_path)

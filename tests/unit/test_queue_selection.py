@@ -10,9 +10,8 @@ import pytest
 
 from asyncrl.errors import ConfigError, DataError, QueueError
 from asyncrl.queue.records import GroupRecord, GroupState
-from asyncrl.queue.selection import Fifo, Freshest, Prioritised, Selection, Uniform, make_selection
+from asyncrl.queue.selection import Freshest, Prioritised, Selection, Uniform, make_selection
 from asyncrl.queue.sum_tree import SumTree
-from asyncrl.queue.window import choose
 from asyncrl.trajectory import GroupMeta
 
 
@@ -87,34 +86,6 @@ def test_a_point_outside_the_total_is_refused(point: int) -> None:
     tree.set(4, 3)
     with pytest.raises(DataError, match=f"below 3; met {point}"):
         tree.find(point)
-
-
-# fifo
-
-
-def test_fifo_takes_admission_order_and_lets_a_straggler_be_overtaken_window_minus_one_times() -> None:
-    queued, running = GroupState.QUEUED, GroupState.GENERATING
-    live = [record(0, running, overtaken=1), record(1, queued), record(2, running), record(3, queued), record(4, queued)]
-    fifo = Fifo(lambda: live, window=4)
-    # ticket 0 may be passed twice more: 1 and 3 go, 4 waits
-    assert fifo.sample(3, key=0) == [1, 3]
-    assert fifo.overtaken_by([1, 3]) == {0: 2, 2: 1}
-    assert fifo.sample(1, key=0) == [1]
-    assert fifo.overtaken_by([1]) == {0: 1}
-
-
-def test_fifo_counts_the_same_overtakes_while_the_lease_lasts_as_when_it_was_formed() -> None:
-    states = (GroupState.GENERATING, GroupState.QUEUED, GroupState.REISSUE, GroupState.QUEUED, GroupState.QUEUED)
-    live = [record(ticket, state) for ticket, state in enumerate(states)]
-    fifo = Fifo(lambda: live, window=9)
-    chosen, overtakes = choose(live, 2, 9)
-    tickets = [r.ticket for r in chosen]
-    assert fifo.sample(2, key=5) == tickets == [1, 3]
-    for r in chosen:
-        r.state = GroupState.LEASED
-    live[0].state = GroupState.QUEUED
-    live.append(record(5, GroupState.GENERATING))
-    assert fifo.overtaken_by(tickets) == overtakes == {0: 2, 2: 1}
 
 
 # freshest
@@ -229,7 +200,7 @@ KINDS = ["freshest", "uniform", "prioritised"]
 
 
 def made(kind: str, seed: int = 0) -> Selection:
-    return make_selection(kind, unleased=list, window=1, seed=seed, exponent=0.7)
+    return make_selection(kind, seed=seed, exponent=0.7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,11 +208,6 @@ def test_a_group_is_added_once(kind: str) -> None:
     selection = filled(made(kind), {4: 1.0})
     with pytest.raises(QueueError, match="ticket 4"):
         selection.add(4, meta(4), 1.0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_draw_overtakes_nobody_whose_place_is_kept(kind: str) -> None:
-    assert filled(made(kind), {4: 1.0, 5: 1.0}).overtaken_by([5]) == {}
 
 
 @pytest.mark.parametrize("kind", ["uniform", "prioritised"])
