@@ -93,11 +93,13 @@ class Arena:
         return Segment(own.name, length, state.intdigest())
 
     def recycle(self, names: Iterable[str]) -> None:
-        """The groups in these segments are settled: they may be written again. Unknown names change nothing."""
+        """The groups in these segments are settled: they may be written again. What a predecessor of this name left is removed."""
         for name in names:
             own = self._used.pop(name, None)
             if own is not None:
                 self._free[len(own.view)].append(own)
+            elif name.startswith(self._prefix) and "/" not in name:
+                (self._folder / name).unlink(missing_ok=True)
 
     def close(self, unlink: bool) -> None:
         """Unmaps all. ``unlink`` removes the files too: only when nobody will read them any more."""

@@ -10,7 +10,7 @@ Source: design note, section 4.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,14 +159,10 @@ class PayloadStore:
                 frames.extend(payload.frames)
         return tuple(items), frames
 
-    def sweep(self, owners: Iterable[str]) -> None:
-        """Removes segments that hold no kept payload and belong to none of the living ``owners``."""
-        keep = {payload.segment for payload in self._payloads.values() if payload.segment}
-        self._keeper.sweep(keep, owners=frozenset(owners))
-
     def close(self) -> None:
-        """Frees handles; files stay."""
+        """The broker ends: segments in shared memory go, files of the log stay."""
         self._mappings.close()
+        self._keeper.sweep(())
         if self.log is not None:
             self.log.close()
 

@@ -17,6 +17,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.queue.messages import Ticket
+from asyncrl.queue.shm import SegmentKeeper
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,7 @@ def broker(run_dir: RunDir, shard: int = 0) -> Iterator[subprocess.Popen[bytes]]
         yield process
     finally:
         kill(process)
+        SegmentKeeper(run_dir.read_facts().run_id).sweep(())
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:

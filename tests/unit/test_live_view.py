@@ -11,7 +11,8 @@ METRICS = {
 
 def status(**changes):
     fields = {
-        "step": 3, "admitted": 10, "trained": 6, "dropped": {}, "in_flight": 4, "generating": 3, "queued_groups": 1, "queued_bytes": 9, "oldest_queued_s": 0.0,
+        "step": 3, "admitted": 10, "trained": 6, "dropped": {}, "in_flight": 4, "generating": 3, "queued_groups": 1,
+        "queued_bytes": 9, "oldest_queued_s": 0.0,
         "leased": 0, "reissued": 0, "lag": LagHistogram(consumed={}, in_flight={}, queued={}), "generator_tokens": 0, "rewards_sum": 0.0,
         "rewards_count": 0, "refused": {}, "blocked": "", "producers": {}, "stopping": False,
     }  # fmt: skip

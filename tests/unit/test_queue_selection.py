@@ -229,7 +229,7 @@ def test_a_draw_is_the_same_in_every_process_and_release(kind: str, expected: li
 
 
 def test_an_unknown_selection_is_refused_with_the_names_there_are() -> None:
-    with pytest.raises(ConfigError, match="fifo, freshest, uniform, prioritised; met 'lifo'"):
+    with pytest.raises(ConfigError, match="freshest, uniform, prioritised; met 'lifo'"):
         made("lifo")
 
 
