@@ -138,10 +138,7 @@ def _token_column(kind: pa.ListType, arrays_N: Sequence[np.ndarray], dtype: np.d
     arrays = [np.ascontiguousarray(array, dtype) for array in arrays_N]
     offsets = _offsets([len(array) for array in arrays])
     num_items = int(offsets[-1])
-    if dtype.kind == "b":
-        buffer = pa.py_buffer(_packed(arrays))
-    else:
-        buffer = sink.stand_in(arrays, dtype, num_items)
+    buffer = pa.py_buffer(_packed(arrays)) if dtype.kind == "b" else sink.stand_in(arrays, dtype, num_items)
     values = pa.Array.from_buffers(kind.value_type, num_items, [None, buffer], null_count=0)
     return pa.Array.from_buffers(kind, len(arrays), [None, pa.py_buffer(offsets)], null_count=0, children=[values])
 
@@ -152,9 +149,9 @@ def _packed(arrays: Sequence[np.ndarray]) -> bytes:
     for array in arrays:
         bits = np.concatenate([rest, array])
         whole = len(bits) & ~7
-        parts.append(np.packbits(bits[:whole], bitorder="little"))
+        parts.append(np.packbits(bits[:whole], bitorder="little").data)
         rest = bits[whole:]
-    return b"".join([*parts, np.packbits(rest, bitorder="little")])
+    return b"".join([*parts, np.packbits(rest, bitorder="little").data])
 
 
 def _pairs_column(kind: pa.ListType, rows_N: Sequence[Sequence[tuple[Any, Any]]]) -> pa.Array:

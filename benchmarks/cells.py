@@ -7,9 +7,11 @@ one JSON object. It waits only for the carrier itself; its caller (:func:`run_ce
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -61,10 +63,21 @@ def run_cell(name: str, trajectory_mb: float, rounds: int, *, timeout_s: float =
     root = str(Path(__file__).parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
     command = [sys.executable, "-m", "benchmarks.cells", name, str(trajectory_mb), str(rounds)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        _end_marked(environment[MARK])
+        raise AsyncRLError(f"cell {name} with {trajectory_mb} MB was not done after {timeout_s:g} s: {error.stderr!r:.500}") from error
     if done.returncode:
         raise AsyncRLError(f"cell {name} with {trajectory_mb} MB ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return Carried(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _end_marked(mark: str) -> None:
+    """Ends what a cell that was killed left behind."""
+    for process in marked_cpu_s(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
 
 
 def measure(carrier: Carrier, rounds: int, mark: str) -> Carried:

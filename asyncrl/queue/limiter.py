@@ -68,11 +68,10 @@ class Limiter:
         capacity_groups: int,
     ) -> None:
         _check_meaning(samples_per_insert, min_groups, error_buffer)
-        _check_liveness(samples_per_insert, min_groups, error_buffer, groups_per_step, max_uses)
-        _check_capacity(samples_per_insert, min_groups, error_buffer, groups_per_step, capacity_groups)
-        self._min_groups = min_groups
-        self._rate = round(samples_per_insert * _PARTS)
-        target, buffer = self._rate * min_groups, round(error_buffer * _PARTS)
+        self._min_groups, self._rate, buffer = min_groups, round(samples_per_insert * _PARTS), round(error_buffer * _PARTS)
+        _check_liveness(self._rate, min_groups, buffer, groups_per_step, max_uses)
+        _check_capacity(self._rate, min_groups, buffer, groups_per_step, capacity_groups)
+        target = self._rate * min_groups
         self._lowest, self._highest = target - buffer, target + buffer
 
     def may_insert(self, inserted: int, sampled: float) -> bool:
@@ -125,26 +124,27 @@ def _check_meaning(rate: float, least: int, buffer: float) -> None:
             raise ConfigError(f"{name} is {rule}; met {value}")
 
 
-def _check_liveness(rate: float, least: int, buffer: float, groups: int, max_uses: int) -> None:
-    if rate > max_uses:
+def _check_liveness(rate: int, least: int, buffer: int, groups: int, max_uses: int) -> None:
+    if rate > max_uses * _PARTS:
         raise ConfigError(
-            f"replay.samples_per_insert is at most max_uses = {max_uses}; met {rate:g}: a group would owe samples that it cannot give, and "
-            "inserts would wait for them for ever. Lower the first or raise the second"
+            f"replay.samples_per_insert is at most max_uses = {max_uses}; met {rate / _PARTS:g}: a group would owe samples that it "
+            "cannot give, and inserts would wait for them for ever. Lower the first or raise the second"
         )
-    if 2 * buffer < rate + groups:
+    if 2 * buffer < rate + groups * _PARTS:
         raise ConfigError(
-            f"replay.error_buffer >= (replay.samples_per_insert + groups_per_step) / 2 = ({rate:g} + {groups}) / 2 = "
-            f"{(rate + groups) / 2:g}; met {buffer:g}: inserts and batches would wait for each other. Raise it"
+            f"replay.error_buffer >= (replay.samples_per_insert + groups_per_step) / 2 = ({rate / _PARTS:g} + {groups}) / 2 = "
+            f"{(rate / _PARTS + groups) / 2:g}; met {buffer / _PARTS:g}: inserts and batches would wait for each other. Raise it"
         )
-    if least + buffer / rate < groups:
+    if buffer < (groups - least) * rate:
         raise ConfigError(
             "a batch needs distinct groups, and inserts stop at replay.min_groups + replay.error_buffer / replay.samples_per_insert = "
-            f"{least} + {buffer:g} / {rate:g} = {least + buffer / rate:g}; met groups_per_step = {groups}: raise replay.min_groups"
+            f"{least} + {buffer / _PARTS:g} / {rate / _PARTS:g} = {least + buffer / rate:g}; met groups_per_step = {groups}: "
+            "raise replay.min_groups"
         )
 
 
-def _check_capacity(rate: float, least: int, buffer: float, groups: int, capacity: int) -> None:
-    first = max(least, groups, least + math.ceil((groups - buffer) / rate))
+def _check_capacity(rate: int, least: int, buffer: int, groups: int, capacity: int) -> None:
+    first = max(least, groups, least - (buffer - groups * _PARTS) // rate)
     if capacity < first:
         raise ConfigError(
             "the first batch waits for max(replay.min_groups, groups_per_step, replay.min_groups + (groups_per_step - "

@@ -30,6 +30,8 @@ __all__ = ["SHM_FOLDER", "Arena", "Mappings", "Segment", "SegmentKeeper", "size_
 
 SHM_FOLDER = Path("/dev/shm")
 _SMALLEST_BYTES = 1 << 16
+_HUGE_PAGE_BYTES = 1 << 21
+_MADV_COLLAPSE = 25  # Linux 6.1; the mmap module of Python 3.12 has no name for it
 _PIECE_BYTES = 1 << 17
 _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -160,8 +162,6 @@ class Arena:
             view = mmap.mmap(handle, capacity)
         finally:
             os.close(handle)
-        with contextlib.suppress(OSError):  # huge pages are a gain where the host gives them, no need
-            view.madvise(mmap.MADV_HUGEPAGE)
         return _Own(name, view)
 
     def _reserve(self, own: _Own, length: int, growth: int) -> None:
@@ -180,6 +180,9 @@ class Arena:
             ) from error
         finally:
             os.close(handle)
+        with contextlib.suppress(OSError):  # huge pages are a gain where the host gives them, no need
+            if length >= _HUGE_PAGE_BYTES:
+                own.view.madvise(_MADV_COLLAPSE, 0, length // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
         own.touched += growth
         self.num_bytes += growth
 

@@ -6,6 +6,7 @@ import pytest
 from gate_setup import A, B, ask, ask_all, conserved, finish, leased, new_gate
 
 from asyncrl.errors import DataError, FencedError, ProcessDied, QueueError
+from asyncrl.queue.ledger import split_frontier
 from asyncrl.queue.messages import Frontier
 from asyncrl.queue.records import Blocked, Issue, LeaseGranted
 
@@ -211,4 +212,4 @@ def test_b51_a_learner_whose_producers_all_died_is_told_who_and_why_and_not_left
 
 def test_a_damaged_frontier_is_refused() -> None:
     with pytest.raises(DataError, match="low=5 and 1 above it, but 4 trained and 0 dropped"):
-        new_gate(2, 1, frontier=Frontier(steps=2, low=5, settled_above=(7,), trained=4, dropped={}))
+        split_frontier(Frontier(steps=2, low=5, settled_above=(7,), trained=4, dropped={}), 0, 1)

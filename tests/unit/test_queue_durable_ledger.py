@@ -1,3 +1,4 @@
+import random
 import sqlite3
 import subprocess
 import sys
@@ -235,3 +236,29 @@ def test_synced_waits_for_the_disk_at_each_transaction(tmp_path):
     modes = [new_ledger(tmp_path / name, synced=synced) for name, synced in (("a", False), ("b", True))]
     assert [ledger._connection.execute("PRAGMA synchronous").fetchone() for ledger in modes] == [(1,), (2,)]
     assert [ledger._connection.execute("PRAGMA journal_mode").fetchone() for ledger in modes] == [("wal",), ("wal",)]
+
+
+def test_a_flipped_bit_anywhere_in_the_file_is_refused_or_costs_payload_facts_alone(tmp_path):
+    ledger = new_ledger(tmp_path)
+    rows = [row_of(ticket, "trained" if ticket < 8 else "queued", 0 if ticket < 8 else -1) for ticket in range(20)]
+    ledger.write(Changes(groups=tuple(rows), steps=(step_row(0, 8),), state=b"state" * 20))
+    good = ledger.load()
+    ledger.close()
+    path, seen = tmp_path / "ledger.sqlite", set()
+    data, chance = path.read_bytes(), random.Random(5)
+    for _ in range(400):
+        damaged = bytearray(data)
+        damaged[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            ledger = new_ledger(tmp_path)
+            found = ledger.load()
+            ledger.close()
+        except DataError:
+            seen.add("refused")
+            continue
+        seen.add("whole" if found == good else "payload facts")
+        assert (found.steps, found.state, len(found.live)) == (good.steps, good.state, 12)
+        assert all(row in good.kept for row in found.kept)
+        assert all(row in (was, was.without_payload()) for row, was in zip(found.live, good.live, strict=True))
+    assert seen == {"refused", "whole", "payload facts"}

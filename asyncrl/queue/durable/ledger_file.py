@@ -28,7 +28,8 @@ _TABLES = (
     "CREATE TABLE groups (ticket INTEGER PRIMARY KEY, state TEXT NOT NULL, step INTEGER NOT NULL, body BLOB NOT NULL)",
     "CREATE TABLE payloads (ticket INTEGER PRIMARY KEY, body BLOB NOT NULL)",
     "CREATE TABLE steps (step INTEGER PRIMARY KEY, body BLOB NOT NULL)",
-    "CREATE TABLE abandoned (branch INTEGER, ticket INTEGER, body BLOB NOT NULL, PRIMARY KEY (branch, ticket)) WITHOUT ROWID",
+    "CREATE TABLE abandoned (branch INTEGER, ticket INTEGER, state TEXT NOT NULL, step INTEGER NOT NULL, body BLOB NOT NULL, "
+    "PRIMARY KEY (branch, ticket)) WITHOUT ROWID",
 )
 
 
@@ -121,8 +122,9 @@ class LedgerFile:
         """What the file holds; None if nothing was ever written.
 
         Raises:
-            DataError: a row is damaged. A group whose payload facts alone are damaged comes without them.
+            DataError: the file or a row is damaged. A group whose payload facts alone are damaged comes without them.
         """
+        self._view.check_structure()
         live, steps, state, branch = self._view.live_rows(), self._view.steps(), self._view.state(), self._view.branch()
         kept = tuple(row for row in self._view.kept_rows() if row.has_payload)
         if not (live or kept or steps or state or branch or self._view.counts()):
@@ -141,7 +143,8 @@ class LedgerFile:
         self.path.unlink()
 
     def _create(self, facts: LedgerFacts) -> None:
-        values = {"schema": SCHEMA, "run_id": facts.run_id, "shard": facts.shard, "num_shards": facts.num_shards, "branch": 0}
+        values = {"schema": SCHEMA, "run_id": facts.run_id, "shard": facts.shard, "num_shards": facts.num_shards}
+        values |= {"branch": 0, "state": seal(b"")}
         with self._transaction():
             for table in _TABLES:
                 self._connection.execute(table)
@@ -151,8 +154,8 @@ class LedgerFile:
         many = self._connection.executemany
         if changes.abandoned:
             branch = self._view.branch()
-            rows = [(branch, row.ticket, encode_group_row(row)) for row in changes.abandoned]
-            many("INSERT OR REPLACE INTO abandoned VALUES (?, ?, ?)", rows)
+            rows = [(branch, row.ticket, row.state, row.step, encode_group_row(row)) for row in changes.abandoned]
+            many("INSERT OR REPLACE INTO abandoned VALUES (?, ?, ?, ?, ?)", rows)
             gone = [(row.ticket,) for row in changes.abandoned]
             many("DELETE FROM groups WHERE ticket = ?", gone)
             many("DELETE FROM payloads WHERE ticket = ?", gone)
@@ -165,7 +168,7 @@ class LedgerFile:
         many("DELETE FROM payloads WHERE ticket = ?", bare + [(ticket,) for ticket in changes.forget])
         many("INSERT OR REPLACE INTO steps VALUES (?, ?)", [(row.step, encode_step(row)) for row in changes.steps])
         if changes.state:
-            self._connection.execute("INSERT OR REPLACE INTO facts VALUES ('state', ?)", (seal(changes.state),))
+            self._connection.execute("UPDATE facts SET value = ? WHERE key = 'state'", (seal(changes.state),))
 
     def _is_written(self, row: GroupRow) -> bool:
         known = self._written.get(row.ticket)

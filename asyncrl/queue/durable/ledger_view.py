@@ -21,7 +21,7 @@ __all__ = ["SCHEMA", "LedgerFacts", "LedgerView", "ledger_errors"]
 
 SCHEMA = 1
 
-_ROWS = "SELECT g.ticket, g.body, p.body FROM groups g LEFT JOIN payloads p ON p.ticket = g.ticket"
+_ROWS = "SELECT g.ticket, g.state, g.step, g.body, p.body FROM groups g LEFT JOIN payloads p ON p.ticket = g.ticket"
 _SETTLED = f"g.state IN {SETTLED}"
 
 
@@ -30,15 +30,20 @@ def ledger_errors(path: Path) -> Iterator[None]:
     """Gives errors of SQLite the file's name and a fix, as errors of this package."""
     try:
         yield
+    except UnicodeDecodeError as error:  # SQLite's own message quotes a damaged page
+        raise DataError(damaged(path, str(error))) from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
         if code == sqlite3.SQLITE_FULL:
             raise DiskFull(f"{path} cannot grow ({error}): free space on that disk", folder=str(path.parent)) from error
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            raise DataError(
-                f"{path} is damaged ({error}): move its folder away; the run then starts from its checkpoint, with no group queued"
-            ) from error
+            raise DataError(damaged(path, str(error))) from error
         raise QueueError(f"{path} cannot be used: {error}; is the disk there and writable?") from error
+
+
+def damaged(path: Path, what: str) -> str:
+    """The words for a file that cannot be trusted."""
+    return f"{path} is damaged ({what}): move its folder away; the run then starts from its checkpoint, with no group queued"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +115,22 @@ class LedgerView:
 
     def abandoned(self) -> tuple[tuple[int, GroupRow], ...]:
         """Rows that restores gave up, each with the branch that gave it up."""
-        found = self.read("SELECT branch, ticket, body FROM abandoned ORDER BY branch, ticket")
-        return tuple((branch, decode_group_row(ticket, body, None)) for branch, ticket, body in found)
+        found = self.read("SELECT branch, ticket, state, step, body FROM abandoned ORDER BY branch, ticket")
+        return tuple((branch, decode_group_row(ticket, state, step, body, None)) for branch, ticket, state, step, body in found)
 
     def state(self) -> bytes:
         """The small singletons as last written; empty if they never were."""
-        found = self.read("SELECT value FROM facts WHERE key = 'state'")
-        return unseal(found[0][0], "the state") if found else b""
+        return unseal(self.read("SELECT value FROM facts WHERE key = 'state'")[0][0], "the state")
 
     def branch(self) -> int:
         """Number of restores so far."""
         return int(self.read("SELECT value FROM facts WHERE key = 'branch'")[0][0])
+
+    def check_structure(self) -> None:
+        """Looks for pages that do not fit together, which may hide rows. Raises DataError with what was found."""
+        found = [line for (line,) in self.read("PRAGMA quick_check(3)")]
+        if found != ["ok"]:
+            raise DataError(damaged(self.path, "; ".join(found)))
 
     def close(self) -> None:
         """Frees the file."""
@@ -135,7 +145,10 @@ class LedgerView:
         if not self.read("SELECT 1 FROM sqlite_master WHERE name = 'facts'"):
             raise DataError(f"{self.path} is no ledger of a queue: it has no table of facts")
         facts = dict(self.read("SELECT key, value FROM facts"))
-        if facts.get("schema") != SCHEMA:
-            met = facts.get("schema")
+        missing = {"schema", "run_id", "shard", "num_shards", "branch", "state"} - set(facts)
+        if missing:
+            raise DataError(damaged(self.path, f"facts {sorted(missing)} are missing"))
+        if facts["schema"] != SCHEMA:
+            met = facts["schema"]
             raise DataError(f"{self.path} has schema version {met}; this is {SCHEMA}: use the version of asyncrl that wrote it")
         return LedgerFacts(facts["run_id"], facts["shard"], facts["num_shards"])

@@ -37,6 +37,7 @@ class _Transition(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Payload(msgspec.Struct, frozen=True, array_like=True):
+    ticket: int
     attempt: int
     meta: GroupMeta | None
     checksum: int
@@ -56,16 +57,15 @@ def seal(body: bytes) -> bytes:
     return body + zlib.crc32(body).to_bytes(4, "little")
 
 
-def unseal(blob: bytes, what: str) -> bytes:
+def unseal(blob: object, what: str) -> bytes:
     """The bytes without their CRC-32.
 
     Raises:
         DataError: they differ from what was written; names ``what``.
     """
-    body = blob[:-4]
-    if zlib.crc32(body) != int.from_bytes(blob[-4:], "little"):
+    if not isinstance(blob, bytes) or zlib.crc32(blob[:-4]) != int.from_bytes(blob[-4:], "little"):
         raise DataError(f"{what} is damaged in the ledger: its CRC-32 differs")
-    return body
+    return blob[:-4]
 
 
 def encode_group_row(row: GroupRow) -> bytes:
@@ -82,19 +82,22 @@ def encode_group_row(row: GroupRow) -> bytes:
 
 def encode_payload(row: GroupRow) -> bytes:
     """What belongs to the payload: meta, checksum, lengths, place or segment."""
-    return seal(_encoder.encode(_Payload(row.attempt, row.meta, row.checksum, row.lengths, row.place, row.segment)))
+    return seal(_encoder.encode(_Payload(row.ticket, row.attempt, row.meta, row.checksum, row.lengths, row.place, row.segment)))
 
 
-def decode_group_row(ticket: int, blob: bytes, payload: bytes | None) -> GroupRow:
+def decode_group_row(ticket: int, state: str, step: int, blob: bytes, payload: bytes | None) -> GroupRow:
     """The whole row; payload facts that are damaged or of another attempt are left out.
+
+    ``ticket``, ``state`` and ``step`` are the columns beside the blob, by which rows are found.
 
     Raises:
         DataError: the row itself is damaged.
     """
     what = f"the row of ticket {ticket}"
     t = _decoded(_transitions, unseal(blob, what), what)
-    if t.ticket != ticket:
-        raise DataError(f"{what} is damaged in the ledger: it names ticket {t.ticket}")
+    if (t.ticket, t.state, t.step) != (ticket, state, step):
+        met = f"it says {(t.ticket, t.state, t.step)}, its columns {(ticket, state, step)}"
+        raise DataError(f"{what} is damaged in the ledger: {met}")
     row = GroupRow(
         ticket=ticket,
         attempt=t.attempt,
@@ -109,7 +112,7 @@ def decode_group_row(ticket: int, blob: bytes, payload: bytes | None) -> GroupRo
         reasons=t.reasons,
     )
     facts = _payload(ticket, payload)
-    if facts is None or facts.attempt != t.attempt:
+    if facts is None or (facts.ticket, facts.attempt) != (ticket, t.attempt):
         return row
     return msgspec.structs.replace(
         row, meta=facts.meta, checksum=facts.checksum, lengths=facts.lengths, place=facts.place, segment=facts.segment
