@@ -53,7 +53,7 @@ def verify(shards: list[ShardFiles]) -> Verdict:
     frontiers: list[Frontier] = []
     for files in shards:
         try:
-            state, rows = _moment(files)
+            state, rows = _moment(files, verdict)
         except DataError as error:
             verdict.damage.append(f"shard {files.shard}: {error}")
             continue
@@ -68,12 +68,20 @@ def verify(shards: list[ShardFiles]) -> Verdict:
     return verdict
 
 
-def _moment(files: ShardFiles) -> tuple[GateState | None, tuple[GroupRow, ...]]:
+def _moment(files: ShardFiles, verdict: Verdict) -> tuple[GateState | None, tuple[GroupRow, ...]]:
     with files.moment() as view:
         pages = [line for (line,) in view.read("PRAGMA quick_check(3)")]
         if pages != ["ok"]:
             raise DataError(f"{view.path} is damaged: {'; '.join(pages)}")
-        return files.state(), view.rows()
+        rows = []
+        for (ticket,) in view.read("SELECT ticket FROM groups ORDER BY ticket"):
+            try:
+                row = view.row(ticket)
+            except DataError as error:  # one by one, so that a damaged row hides no other
+                verdict.damage.append(f"shard {files.shard}: {error}")
+                continue
+            rows.extend([row] if row is not None else [])
+        return files.state(), tuple(rows)
 
 
 def _check_payload(files: ShardFiles, row: GroupRow, verdict: Verdict) -> None:
