@@ -47,7 +47,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 BURST = 128
-HWM = 16
+RECEIVE_HWM = 16
+SEND_HWM = 1000
 LINGER_MS = 1000
 MAX_NAME = 128
 MAX_VIOLATIONS = 256
@@ -138,8 +139,8 @@ class Broker:
         for name, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),
-            (zmq.SNDHWM, HWM),
-            (zmq.RCVHWM, HWM),
+            (zmq.SNDHWM, SEND_HWM),
+            (zmq.RCVHWM, RECEIVE_HWM),
             (zmq.LINGER, LINGER_MS),
             (zmq.MAXMSGSIZE, max_message_bytes),
         ):

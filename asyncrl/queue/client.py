@@ -19,13 +19,13 @@ from typing import Any, Self
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError
+from asyncrl.queue.arena import Arena
 from asyncrl.queue.connection import START_TIMEOUT_S
 from asyncrl.queue.consumer import Consumer
 from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone, Put, PutItem, QueueStatus, Role, Stop, Tickets
 from asyncrl.queue.observing import ObserverLink, merged_status
 from asyncrl.queue.payload import checksum, frame_lengths
 from asyncrl.queue.producer import ProducerLink
-from asyncrl.queue.shm import Arena
 from asyncrl.trajectory import TrajectoryGroup, encode_group_frames
 
 __all__ = ["Consumer", "Observer", "Producer"]

@@ -53,7 +53,7 @@ async def generate(run_dir: RunDir, incarnation: int) -> None:
 def watch(run_dir: RunDir):  # type: ignore[no-untyped-def]
     from asyncrl.queue.client import Observer
 
-    observer = Observer.connect(run_dir.read_config(), run_dir.read_facts(), "watch")
+    observer = Observer.connect(run_dir.read_config(), run_dir.read_facts(), "watch", timeout_s=10.0)
     return lambda: observer.status().step
 
 
@@ -116,5 +116,3 @@ def test_b58_each_prompt_is_trained_exactly_once_relative_to_the_checkpoint(tmp_
     restart(run_dir, learner.checkpoint, incarnation=1)
     assert asyncio.run(life(run_dir, learner, 1, (-1, ""))) is True
     assert sorted(learner.weights) == sorted(set(range(PROMPTS)) - NO_SIGNAL)
-    # with a window, trained tickets are no prefix: a cursor would have lost those behind it
-    assert learner.weights != sorted(learner.weights)

@@ -43,6 +43,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDir]:
         tmp_path_factory.mktemp("run"), queue={"max_staleness": 1000, "max_message_mib": 1, "dead_after_s": 3.0, "payload": "inline"}
     )
     with broker(run_dir) as process:
+        status(run_dir, "first")  # it is up
         yield run_dir
         assert process.poll() is None
         with Observer.connect(run_dir.read_config(), run_dir.read_facts(), "driver") as observer:
@@ -197,8 +198,9 @@ def test_garbage_is_counted_answered_where_possible_and_ends_nothing(run_dir: Ru
         assert isinstance(raw.reply()[1], Welcome)
         raw.send(1, Put(groups=(item(lengths=(1,)),)), b"a", b"b")
         assert "met [1, 1] (1 and 2 frames)" in raw.reply()[1].message
+    with Raw(run_dir, "older") as raw:
         raw.send(0, Hello(role=Role.PRODUCER, schema=99))
-        assert "holds trajectories of schema 1; garbage has 99" in raw.reply()[1].message
+        assert "holds trajectories of schema 1; older has 99" in raw.reply()[1].message
     assert status(run_dir, "after").refused["SchemaError"] == before + 7
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from asyncrl.errors import QueueError, SchemaError
+from asyncrl.queue.arena import Arena, size_class
 from asyncrl.queue.payload import checksum
-from asyncrl.queue.shm import Arena, Mappings, SegmentKeeper, size_class
+from asyncrl.queue.shm import Mappings, SegmentKeeper
 
 KIB = 1 << 10
 
