@@ -195,7 +195,7 @@ def put_of(keys: Sequence[tuple[int, int]], version: int = 0) -> tuple[m.Put, li
     return m.Put(groups=tuple(item for item, _ in made)), [frame for _, frame in made]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def _item(ticket: int, attempt: int, version: int) -> tuple[m.PutItem, bytes]:
     whole = group(ticket, attempt, version)
     frame = bytes(encode_group(whole))
