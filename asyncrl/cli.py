@@ -7,6 +7,7 @@ asyncrl export RUN DIR                              write a Hugging Face folder
 asyncrl eval MODEL task=sums …                      score a held-out set greedily
 asyncrl config [GROUP]                              list options: meaning, unit, default, range
 asyncrl keys DIR NAME…                              make CURVE keys for a queue that other machines reach
+asyncrl queue ls|show|verify|tail RUN               look into the queue of a run, live or dead
 asyncrl bench NAME [--json FILE]                    measure against a floor and against peers
 """
 

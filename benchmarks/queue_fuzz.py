@@ -9,9 +9,12 @@ Source: design note, section 4.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import logging
 import resource
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -22,11 +25,13 @@ from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.queue import messages as m
-from asyncrl.queue.wire import checksum, decode_envelope, decode_request, encode
+from asyncrl.queue.payload import checksum
+from asyncrl.queue.puts import check_frames, check_meta
+from asyncrl.queue.wire import decode_envelope, decode_request, encode
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan, decode_group, encode_group
 from benchmarks.queue_mutator import Good, Mutant, mutants
 
-__all__ = ["Tally", "Target", "WireTarget", "flood", "good_messages", "group", "main"]
+__all__ = ["Tally", "Target", "WireTarget", "flood", "good_messages", "group", "header", "main", "put_of"]
 
 RUN_ID = "run-a"
 MAX_GROWTH_BYTES = 64 << 20
@@ -37,6 +42,12 @@ class Target(Protocol):
 
     def receive(self, identity: bytes, frames: list[Any]) -> str:
         """Takes one message; the kind of refusal, or an empty text when it was accepted."""
+
+    def good(self) -> Sequence[Good]:
+        """Messages that it would accept now."""
+
+    def problems(self) -> list[str]:
+        """What does not hold in it, in sentences."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,6 +64,7 @@ class Tally:
     accepted_by_mutation: Counter[str] = field(default_factory=Counter)
     crashed: Counter[str] = field(default_factory=Counter)
     crashes: dict[str, str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
     growth_bytes: int = 0
     peak_bytes: int = 0
     slowest_ms: float = 0.0
@@ -62,7 +74,8 @@ class Tally:
     @property
     def problems(self) -> list[str]:
         """What must hold and does not."""
-        said = [f"{self.crashed[what]} times: {what}: {first}" for what, first in self.crashes.items()]
+        said = list(self.failures)
+        said += [f"{self.crashed[what]} times: {what}: {first}" for what, first in self.crashes.items()]
         if self.sent != self.accepted + self.refused.total() + self.crashed.total():
             said.append(f"{self.sent} sent, but {self.accepted} accepted and {self.refused.total()} refused")
         if self.growth_bytes > MAX_GROWTH_BYTES:
@@ -73,6 +86,17 @@ class Tally:
 class WireTarget:
     """The decoders alone: header, body, and the payloads of a put."""
 
+    def __init__(self) -> None:
+        self._good = good_messages()
+
+    def good(self) -> Sequence[Good]:
+        """See :class:`Target`."""
+        return self._good
+
+    def problems(self) -> list[str]:
+        """Nothing is counted here."""
+        return []
+
     def receive(self, identity: bytes, frames: list[Any]) -> str:
         """See :class:`Target`."""
         if not frames:
@@ -81,6 +105,9 @@ class WireTarget:
             decode_envelope(frames[0])
             request = decode_request(frames[0])
             if isinstance(request.body, m.Put):
+                check_frames(request.body, frames[1:])
+                for item in request.body.groups:
+                    check_meta(item)
                 for frame in frames[1:]:
                     decode_group(frame)
         except AsyncRLError as error:
@@ -88,11 +115,11 @@ class WireTarget:
         return ""
 
 
-def flood(target: Target, good: Sequence[Good], num_messages: int, seed: int) -> Tally:
+def flood(target: Target, num_messages: int, seed: int) -> Tally:
     """Sends ``num_messages`` mutants to the target."""
     tally = Tally(seed=seed)
     started_s, settled_bytes = time.monotonic(), 0
-    for number, mutant in enumerate(mutants(good, seed)):
+    for number, mutant in enumerate(mutants(target.good, seed)):
         if number == num_messages:
             break
         if number == num_messages // 10:
@@ -101,6 +128,7 @@ def flood(target: Target, good: Sequence[Good], num_messages: int, seed: int) ->
     tally.growth_bytes = max(0, _resident_bytes() - settled_bytes)
     tally.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     tally.seconds = time.monotonic() - started_s
+    tally.failures.extend(target.problems())
     return tally
 
 
@@ -141,29 +169,41 @@ def group(ticket: int, attempt: int = 0, version: int = 0, siblings: int = 3, gr
 
 def good_messages(run_id: str = RUN_ID) -> list[Good]:
     """One good message of every kind, and puts of one and of two groups."""
-    bodies: list[tuple[str, m.RequestBody]] = [
-        ("generator-0", m.Hello(role=m.Role.PRODUCER)),
-        ("generator-0", m.TicketRequest(version=0, max_tickets=2, wait_s=0.0)),
-        ("generator-0", m.Fail(ticket=1, attempt=0, reason="no answer")),
-        ("generator-0", m.Heartbeat(version=0, in_flight={0: 3}, sampled_tokens=7)),
-        ("learner-0", m.Hello(role=m.Role.CONSUMER)),
-        ("learner-0", m.LeaseRequest(step=0, incarnation=0, wait_s=0.0)),
-        ("learner-0", m.Fetch(tickets=(0,))),
-        ("learner-0", m.Commit(step=0, incarnation=0)),
-        ("learner-0", m.Return(step=0, incarnation=0)),
-        ("driver", m.Hello(role=m.Role.OBSERVER)),
-        ("driver", m.ProducerGone(name="generator-1")),
-        ("driver", m.StatusRequest()),
+    bodies: list[tuple[str, m.RequestBody, list[bytes]]] = [
+        ("generator-0", m.Hello(role=m.Role.PRODUCER), []),
+        ("generator-0", m.TicketRequest(version=0, max_tickets=2, wait_s=0.0), []),
+        ("generator-0", m.Fail(ticket=1, attempt=0, reason="no answer"), []),
+        ("generator-0", m.Heartbeat(version=0, in_flight={0: 3}, sampled_tokens=7), []),
+        ("generator-0", *put_of([(0, 0)])),
+        ("generator-0", *put_of([(0, 0), (1, 0)])),
+        ("learner-0", m.Hello(role=m.Role.CONSUMER), []),
+        ("learner-0", m.LeaseRequest(step=0, incarnation=0, wait_s=0.0), []),
+        ("learner-0", m.Fetch(tickets=(0,)), []),
+        ("learner-0", m.Commit(step=0, incarnation=0, priorities={0: 1.0}), []),
+        ("learner-0", m.Return(step=0, incarnation=0, damaged=((0, 0, "checksum"),)), []),
+        ("learner-0", m.Checkpointed(oldest_step=0, incarnation=0), []),
+        ("driver", m.Hello(role=m.Role.OBSERVER), []),
+        ("driver", m.ProducerGone(name="generator-1"), []),
+        ("driver", m.StatusRequest(), []),
     ]
-    found = [Good(sender.encode(), (_header(run_id, sender, number % 4, body),)) for number, (sender, body) in enumerate(bodies)]
-    for tickets in ((0,), (0, 1)):
-        payloads = [bytes(encode_group(group(ticket))) for ticket in tickets]
-        body = m.Put(tickets=tuple((ticket, 0) for ticket in tickets), checksums=tuple(checksum(payload) for payload in payloads))
-        found.append(Good(b"generator-0", (_header(run_id, "generator-0", 2, body), *payloads)))
-    return found
+    return [Good(sender.encode(), (header(run_id, sender, n, body), *frames)) for n, (sender, body, frames) in enumerate(bodies)]
 
 
-def _header(run_id: str, sender: str, sequence: int, body: m.RequestBody) -> bytes:
+def put_of(keys: Sequence[tuple[int, int]], version: int = 0) -> tuple[m.Put, list[bytes]]:
+    """A put of groups with these (ticket, attempt), sampled by ``version``, inline, one frame each."""
+    made = [_item(ticket, attempt, version) for ticket, attempt in keys]
+    return m.Put(groups=tuple(item for item, _ in made)), [frame for _, frame in made]
+
+
+@functools.lru_cache(maxsize=256)
+def _item(ticket: int, attempt: int, version: int) -> tuple[m.PutItem, bytes]:
+    whole = group(ticket, attempt, version)
+    frame = bytes(encode_group(whole))
+    return m.PutItem(meta=whole.meta(payload_bytes=len(frame)), checksum=checksum([frame]), lengths=(len(frame),)), frame
+
+
+def header(run_id: str, sender: str, sequence: int, body: m.RequestBody) -> bytes:
+    """The first frame of a request."""
     return encode(m.Request(protocol=m.PROTOCOL_VERSION, run_id=run_id, sender=sender, sequence=sequence, body=body))
 
 
@@ -176,8 +216,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.queue_fuzz", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--messages", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--target", choices=["broker", "wire"], default="broker", help="the whole broker, or its decoders and payloads")
     options = parser.parse_args(arguments)
-    tally = flood(WireTarget(), good_messages(), options.messages, options.seed)
+    logging.disable(logging.CRITICAL)
+    if options.target == "wire":
+        tally = flood(WireTarget(), options.messages, options.seed)
+    else:
+        from benchmarks.queue_fuzz_broker import BrokerTarget
+
+        with tempfile.TemporaryDirectory(prefix="asyncrl-fuzz-") as folder, BrokerTarget(Path(folder)) as target:
+            tally = flood(target, options.messages, options.seed)
     print(json.dumps({each.name: getattr(tally, each.name) for each in fields(tally)}, indent=1))
     for problem in tally.problems:
         print(problem, file=sys.stderr)

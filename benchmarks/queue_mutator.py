@@ -48,15 +48,18 @@ class Mutant:
     frames: Frames
 
 
-def mutants(good: Sequence[Good], seed: int) -> Iterator[Mutant]:
-    """Mutants without end; the same for the same seed and the same good messages."""
+def mutants(good: Callable[[], Sequence[Good]], seed: int) -> Iterator[Mutant]:
+    """Mutants without end; the same for the same seed and the same good messages.
+
+    ``good`` is asked before each mutant, so that what is broken would have been accepted at that moment.
+    """
     rng = random.Random(seed)
     kinds = list(MUTATIONS.items())
     number = 0
     while True:
         kind, mutate = kinds[number % len(kinds)]
         number += 1
-        one = rng.choice(good)
+        one = rng.choice(good())
         identity = rng.randbytes(rng.randint(1, 40)) if rng.random() < 0.02 else one.identity
         yield Mutant(kind, identity, mutate(rng, one))
 
@@ -155,9 +158,7 @@ def _with(rng: random.Random, tree: dict[str, Any]) -> None:
 
 
 def _tag(rng: random.Random, tree: dict[str, Any]) -> None:
-    tree["body"]["type"] = rng.choice(
-        ("", "pickle", "hello", "put", "stop", "commit", "welcome", "fetch", "producer_gone", "lease_request")
-    )
+    tree["body"]["type"] = rng.choice(("", "pickle", "hello", "put", "commit", "welcome", "fetch", "producer_gone", "lease_request"))
 
 
 def _set(name: str, *values: Any) -> Callable[[random.Random, Good], Frames]:
