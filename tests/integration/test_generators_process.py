@@ -95,7 +95,9 @@ class Run:
         while time.monotonic() < deadline_s:
             lease = consumer.lease(step, wait_s=2.0)
             if lease.groups:
-                return consumer.fetch([meta.ticket for meta in lease.groups])
+                groups, damaged = consumer.fetch(lease.groups)
+                assert not damaged
+                return list(groups.values())
         raise AssertionError(f"no batch for step {step}: {lease.blocked}\n{self.log()[-3000:]}")
 
     def close(self):
