@@ -47,10 +47,10 @@ def checkpoint_folder(run_dir: RunDir, step: int) -> Path:
     return run_dir.checkpoints / f"step-{step:06d}"
 
 
-def save_checkpoint(engine: Engine, control: Control, run_dir: RunDir, manifest: Manifest, keep: int) -> Path:
+def save_checkpoint(engine: Engine, control: Control, run_dir: RunDir, manifest: Manifest, keep: int, synced: bool = True) -> Path:
     """Writes the checkpoint of ``manifest.step`` and removes all but the newest ``keep``.
 
-    Collective; every rank returns after it is whole.
+    Collective; every rank returns after it is whole. Unless ``synced`` it survives the process, but no power cut in the next seconds.
     """
     folder = checkpoint_folder(run_dir, manifest.step)
     if control.rank == 0:
@@ -58,7 +58,7 @@ def save_checkpoint(engine: Engine, control: Control, run_dir: RunDir, manifest:
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
     control.barrier()  # nobody writes before the folder is there
-    engine.save(folder)
+    engine.save(folder, synced)
     control.barrier()  # the manifest comes after the last shard
     if control.rank == 0:
         write_atomic(folder / "manifest.json", json.dumps(msgspec.to_builtins(manifest, str_keys=True), indent=1))

@@ -109,8 +109,8 @@ class Engine(abc.ABC):
         """Tied names that ``named_tensors`` leaves out, each with the name that carries it."""
 
     @abc.abstractmethod
-    def save(self, folder: Path) -> None:
-        """Writes model, optimizer, schedule and RNG."""
+    def save(self, folder: Path, synced: bool = True) -> None:
+        """Writes model, optimizer, schedule and RNG; ``synced`` waits until the disk has them."""
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:

@@ -201,9 +201,9 @@ class FSDP2Engine(Engine):
         """See :class:`Engine`."""
         return dict(self._ties)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, synced: bool = True) -> None:
         """See :class:`Engine`."""
-        save_state(self._state(), folder)
+        save_state(self._state(), folder, synced)
 
     def load(self, folder: Path) -> None:
         """See :class:`Engine`."""

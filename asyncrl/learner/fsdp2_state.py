@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -30,14 +30,14 @@ class EngineState:
     group: dist.ProcessGroup
 
 
-def save_state(state: EngineState, folder: Path) -> None:
-    """Writes the DCP files; collective."""
+def save_state(state: EngineState, folder: Path, synced: bool) -> None:
+    """Writes the DCP files; collective. Unless ``synced`` they may still be on their way to the disk."""
     tensors = _tensors(state) | _rng(state)
     checksums = torch.serialization.get_crc32_options()
     # zip's checksum is more than half the time of a save, and a stop has seconds
     torch.serialization.set_crc32_options(False)
     try:
-        save(tensors, checkpoint_id=str(folder), process_group=state.group)
+        save(tensors, storage_writer=FileSystemWriter(str(folder), sync_files=synced), process_group=state.group)
     finally:
         torch.serialization.set_crc32_options(checksums)
 

@@ -52,7 +52,7 @@ class RunOutlets:
         if self._writer is not None:
             self._writer.write(values)
 
-    def checkpoint(self, step: int, frontier: Frontier | None) -> int:
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
         """See :class:`~asyncrl.learner.pool.Outlets`."""
         started_s = time.monotonic()
         log.info("saving the checkpoint of step %d", step)
@@ -66,7 +66,8 @@ class RunOutlets:
             dtype=self._config.model.dtype,
             versions=package_versions(),
         )
-        folder = save_checkpoint(self._engine, self._control, self._run_dir, manifest, self._config.launch.keep_checkpoints)
+        keep = self._config.launch.keep_checkpoints
+        folder = save_checkpoint(self._engine, self._control, self._run_dir, manifest, keep, synced)
         log.info("saved %s in %.2f s", folder.name, time.monotonic() - started_s)
         oldest = self._run_dir.oldest_checkpoint()
         return step if oldest is None else int(oldest.name.removeprefix("step-"))

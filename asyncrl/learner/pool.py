@@ -62,8 +62,11 @@ class Outlets(Protocol):
     def metrics(self, values: dict[str, Any]) -> None:
         """Keeps a step's metrics (rank 0 alone has any)."""
 
-    def checkpoint(self, step: int, frontier: Frontier | None) -> int:
-        """Saves the weights with the frontier that belongs to them; the oldest step that can still be restored."""
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
+        """Saves the weights with the frontier that belongs to them; ``synced`` waits for the disk.
+
+        Returns the oldest step that can still be restored.
+        """
 
     def sync_s(self) -> float:
         """Seconds of the last completed sync."""
@@ -129,8 +132,8 @@ class Pool:
         ending = Ending.STEPS if self.step >= self._config.launch.steps else None
         while ending is None:
             ending = self._turn()
-        if self._saved != self.step:
-            self._checkpoint()
+        if self._saved != self.step:  # a stop has seconds, in which a disk of 100 MB/s does not sync a checkpoint
+            self._checkpoint(synced=ending is not Ending.ASKED)
         log.info("ended at step %d: %s", self.step, ending.value)
         return ending
 
@@ -238,8 +241,8 @@ class Pool:
             return None
         return Ending.STEPS if self.step >= self._config.launch.steps else Ending.TARGET
 
-    def _checkpoint(self) -> None:
-        oldest = self._outlets.checkpoint(self.step, self._frontier)
+    def _checkpoint(self, synced: bool = True) -> None:
+        oldest = self._outlets.checkpoint(self.step, self._frontier, synced)
         self._saved = self.step
         if self._control.rank == 0:
             self._source.checkpointed(oldest)

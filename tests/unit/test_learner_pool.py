@@ -121,8 +121,9 @@ class FakeOutlets:
         self.lines.append(values)
         self.events.append("metrics")
 
-    def checkpoint(self, step: int, frontier: Frontier | None) -> int:
-        self.events.append(f"checkpoint {step} low {frontier.low if frontier else None}")
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
+        hurried = "" if synced else " in a hurry"
+        self.events.append(f"checkpoint {step} low {frontier.low if frontier else None}{hurried}")
         return step
 
     def sync_s(self) -> float:
@@ -190,7 +191,7 @@ def test_a_stop_in_mid_step_gives_the_lease_back_and_saves_the_last_whole_step()
     world = World({"launch": {"checkpoint_every": 0}})
     world.worker.during = lambda: world.pool.stop() if len(world.worker.plans) == 2 else None
     assert world.pool.run() is Ending.ASKED
-    assert world.events[-5:] == ["lease 1", "fetch [0, 1]", "return 1", "checkpoint 1 low 2", "keep from 1"]
+    assert world.events[-5:] == ["lease 1", "fetch [0, 1]", "return 1", "checkpoint 1 low 2 in a hurry", "keep from 1"]
 
 
 def test_a_stop_before_the_first_step_ends_without_a_checkpoint():
