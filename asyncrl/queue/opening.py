@@ -33,7 +33,7 @@ from asyncrl.queue.settings import GateSettings
 from asyncrl.queue.shm import SegmentKeeper
 from asyncrl.queue.store import Payload, PayloadStore
 
-__all__ = ["Opened", "open_queue", "take_back"]
+__all__ = ["Opened", "open_queue", "reopened", "take_back"]
 
 log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
@@ -70,14 +70,21 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
         log.warning("recovery: ticket %d, attempt %d: %s", damaged.ticket, damaged.attempt, damaged.reason)
     store = PayloadStore(facts.run_id, segments)
     journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
-    gate = _gate(found.snapshot, store, journal, settings, own, facts.incarnation)
+    gate = reopened(found.snapshot, store, journal, settings, own, facts.incarnation, time.monotonic())
     journal.commit(gate, facts.incarnation)
     return Opened(gate=gate, store=store, journal=journal)
 
 
-def _gate(
-    snapshot: Snapshot | None, store: PayloadStore, journal: Journal, settings: GateSettings, frontier: Frontier, incarnation: int
+def reopened(
+    snapshot: Snapshot | None,
+    store: PayloadStore,
+    journal: Journal,
+    settings: GateSettings,
+    frontier: Frontier,
+    incarnation: int,
+    now_s: float,
 ) -> Gate:
+    """The gate of a ledger's snapshot, with payload and settled groups told to ``store`` and ``journal``, which are new."""
     if snapshot is None or not snapshot.state:
         return Gate(settings, frontier, incarnation)
     for row in (*snapshot.live, *snapshot.kept):
@@ -85,7 +92,7 @@ def _gate(
             store.restore(row.ticket, _payload(row))
     for row in snapshot.kept:
         journal.recall(row)
-    state, now_s = msgspec.msgpack.decode(snapshot.state, type=GateState), time.monotonic()
+    state = msgspec.msgpack.decode(snapshot.state, type=GateState)
     gate = Gate.recovered(settings, state, [record_of(row, now_s) for row in snapshot.live], incarnation, now_s)
     if state.incarnation >= incarnation:
         log.info("recovered: %d groups live at step %d", len(snapshot.live), state.frontier.steps)
