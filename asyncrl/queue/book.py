@@ -134,13 +134,13 @@ class Book:
 
     def older_than(self, version: int) -> list[GroupRecord]:
         """Finished groups, not leased, with a token of a version below this one."""
-        found = []
+        found: dict[int, GroupRecord] = {}  # a group that was queued more than once has an entry for each time
         while self._oldest and self._oldest[0][0] < version:
             oldest, ticket = heapq.heappop(self._oldest)
             record = self._live.get(ticket)
             if record is not None and record.finished and record.meta is not None and record.meta.oldest_version == oldest:
-                found.append(record)
-        return found
+                found[ticket] = record
+        return list(found.values())
 
     def admit(self, producer: str, version: int, now_s: float) -> GroupRecord:
         """A new group, at the end of the admission order."""
