@@ -49,7 +49,7 @@ class Fleet:
     def remembered(self) -> dict[str, ProducerMemory]:
         """What the next process must know of every name."""
         return {
-            r.name: ProducerMemory(version=r.version, tokens_before=r.tokens_before, tokens=r.tokens, alive=r.alive)
+            r.name: ProducerMemory(version=r.version, tokens_before=r.tokens_before, tokens=r.tokens, alive=r.alive, has_said=r.has_said)
             for r in self._records.values()
         }
 
@@ -61,10 +61,13 @@ class Fleet:
                 seen_s=now_s,
                 alive=known.alive,
                 version=known.version,
-                has_said=known.version >= 0,
+                has_said=known.has_said,
                 tokens_before=known.tokens_before,
                 tokens=known.tokens,
             )
+            if not known.alive:
+                self._records[name].trouble = "it was dead when the broker started"
+                self._left = self._records[name]
 
     def forget_versions(self) -> None:
         """The weights went back to a checkpoint, and every producer will say which version it has then."""

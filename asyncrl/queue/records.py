@@ -121,6 +121,7 @@ class ProducerMemory(msgspec.Struct, frozen=True, kw_only=True):
     tokens_before: int
     tokens: int
     alive: bool
+    has_said: bool
 
 
 class GateState(msgspec.Struct, frozen=True, kw_only=True):
