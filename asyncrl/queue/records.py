@@ -128,7 +128,8 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     """What a gate knows beside its live groups; with them, enough to go on after the death of the process.
 
     ``frontier`` is this shard's own. ``lease``: step and tickets of the batch that is out; ``overtakes`` it caused.
-    ``attempts``: the attempt under which a ticket that a restore opened again will be issued.
+    ``attempts``: the attempt under which a ticket that a restore opened again will be issued. ``stopping``: a stop was asked for, and
+    holds until the run is started again.
     """
 
     frontier: Frontier
@@ -146,3 +147,4 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     inserted: int
     sampled: float
     attempts: dict[int, int]
+    stopping: bool
