@@ -17,7 +17,7 @@ from asyncrl.queue.ledger import EMPTY, Ledger
 from asyncrl.queue.limiter import Limiter
 from asyncrl.queue.messages import DropReason, Frontier
 from asyncrl.queue.records import GroupRecord, GroupState, Settled
-from asyncrl.queue.selection import Selection
+from asyncrl.queue.selection import MAX_PRIORITY, Selection
 from asyncrl.queue.settings import GateSettings
 from asyncrl.trajectory import GroupMeta
 
@@ -207,6 +207,7 @@ class Book:
         if record is None or self.selection is None:
             return
         record.priority = priority
+        self._changed[ticket] = None
         if record.finished:
             self.selection.update(ticket, priority)
 
@@ -338,5 +339,5 @@ def _take(counts: Counter[int], numbers: dict[int, int]) -> None:
 
 
 def reward_spread(meta: GroupMeta) -> float:
-    """Largest minus smallest reward of a group: its priority until the learner says otherwise."""
-    return max(meta.rewards_N) - min(meta.rewards_N)
+    """Largest minus smallest reward of a group: its priority until the learner says otherwise; at most the largest there is."""
+    return min(max(meta.rewards_N) - min(meta.rewards_N), MAX_PRIORITY)

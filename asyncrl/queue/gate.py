@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from asyncrl.errors import ProcessDied, VersionError
+from asyncrl.errors import ProcessDied, QueueError, VersionError
 from asyncrl.queue.acceptance import Acceptance
 from asyncrl.queue.admission import Admission
 from asyncrl.queue.book import Book
@@ -53,6 +53,7 @@ from asyncrl.queue.lockstep import stranded
 from asyncrl.queue.messages import Frontier, QueueStatus
 from asyncrl.queue.records import Blocked, GateState, GroupRecord, Issue, LeaseGranted, Settled
 from asyncrl.queue.replay import new_limiter, new_selection
+from asyncrl.queue.selection import MAX_PRIORITY
 from asyncrl.queue.settings import GateSettings
 from asyncrl.trajectory import GroupMeta
 
@@ -240,8 +241,11 @@ class Gate:
         """The leased batch of ``step`` is in the weights; the same commit again changes nothing.
 
         Raises:
-            FencedError: an older incarnation. QueueError: no such lease.
+            FencedError: an older incarnation. QueueError: no such lease, or a priority that is none; nothing is committed.
         """
+        for ticket, priority in (priorities or {}).items():
+            if not 0.0 <= priority <= MAX_PRIORITY:
+                raise QueueError(f"a priority is from 0 to {MAX_PRIORITY:g}; met {priority} for ticket {ticket}: scale it", ticket=ticket)
         self._leasing.commit(step, incarnation)
         for ticket, priority in (priorities or {}).items():
             self._book.prioritise(ticket, priority)
