@@ -36,7 +36,8 @@ class Book:
 
     Attributes:
         slots_ahead: slots of training steps that the live groups will take. inserted, sampled: groups accepted, and leased to a commit.
-        attempts: of tickets that a restore opened again, the one to be issued.
+        attempts: of tickets that a restore opened again, the one to be issued. requeued: live tickets that a restore put ahead of those
+            which it opened again, whatever their numbers.
         epoch: rises whenever a ticket that was refused may now be given.
         changed: tickets whose record changed since :meth:`take_changed`.
     """
@@ -63,7 +64,7 @@ class Book:
         self.sampled = 0.0
         self.queued_versions: Counter[int] = Counter()
         self.selection = selection
-        self._live: dict[int, GroupRecord] = {}  # insertion order is ticket order: tickets are admitted ascending
+        self._live: dict[int, GroupRecord] = {}  # in admission order: that of tickets, after those that a restore put ahead
         self._counts: Counter[GroupState] = Counter()
         self._again: list[int] = []
         self._held: dict[str, dict[int, None]] = {}
@@ -74,6 +75,7 @@ class Book:
         self._changed: dict[int, None] = {}
         self._settled: list[Settled] = []
         self.attempts: dict[int, int] = {}
+        self.requeued: dict[int, None] = {}
         self._accepted: OrderedDict[int, int] = OrderedDict()
 
     @property
@@ -288,6 +290,7 @@ class Book:
         self._leave(record)
         record.settled_at = self.ledger.steps
         del self._live[record.ticket]
+        self.requeued.pop(record.ticket, None)
         self.slots_ahead -= self.settings.max_uses - record.uses
         self._settled.append(Settled(record=record, reason=reason))
         self.epoch += 1

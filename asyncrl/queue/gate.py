@@ -86,13 +86,14 @@ class Gate:
 
     @classmethod
     def recovered(cls, settings: GateSettings, state: GateState, live: Iterable[GroupRecord], incarnation: int, now_s: float) -> Gate:
-        """The gate as it was when its process died; ``live`` in ticket order, with deadlines that start anew.
+        """The gate as it was when its process died; deadlines of ``live`` groups start anew.
 
         Producers have ``dead_after_s`` to say hello again, or their tickets are issued again.
         """
         gate = cls(settings, state.frontier, incarnation)
         book, leasing = gate._book, gate._leasing
-        for record in live:
+        book.requeued = dict.fromkeys(state.requeued)
+        for record in sorted(live, key=lambda record: (record.ticket not in book.requeued, record.ticket)):
             book.ledger.readmit(record.ticket)
             record.deadline_s = now_s + settings.ticket_deadline_s
             book.insert(record)
@@ -130,6 +131,7 @@ class Gate:
             sampled=book.sampled,
             attempts=dict(book.attempts),
             stopping=book.stopping,
+            requeued=tuple(book.requeued),
         )
 
     # producers

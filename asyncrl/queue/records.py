@@ -129,7 +129,7 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
 
     ``frontier`` is this shard's own. ``lease``: step and tickets of the batch that is out; ``overtakes`` it caused.
     ``attempts``: the attempt under which a ticket that a restore opened again will be issued. ``stopping``: a stop was asked for, and
-    holds until the run is started again.
+    holds until the run is started again. ``requeued``: tickets that a restore put ahead of all that were admitted since.
     """
 
     frontier: Frontier
@@ -148,3 +148,4 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     sampled: float
     attempts: dict[int, int]
     stopping: bool
+    requeued: tuple[int, ...]

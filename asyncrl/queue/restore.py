@@ -39,7 +39,9 @@ def restored(
     """
     step, lockstep = frontier.steps, gate.settings.lockstep
     done, before = _SettledTickets(frontier), gate.state()
-    live, abandoned, attempts = [], [], dict(before.attempts)
+    live: list[GroupRecord] = []
+    abandoned: list[GroupRecord] = []
+    attempts = dict(before.attempts)
     for record in sorted((*settled, *gate.live()), key=lambda record: record.ticket):
         if record.ticket in done:
             continue
@@ -49,7 +51,7 @@ def restored(
         attempts[record.ticket] = record.attempt + 1
         if record.meta is not None or record.settled_at >= 0:
             abandoned.append(record)
-    state = _state_at(before, frontier, attempts)
+    state = _state_at(before, frontier, attempts, live)
     fresh = Gate.recovered(gate.settings, state, live, incarnation, now_s)
     fresh.abandon(len(abandoned) + _abandoned(before.frontier) - _abandoned(frontier))
     fresh.fleet.forget_versions()
@@ -69,7 +71,7 @@ def _queued_again(record: GroupRecord, step: int) -> GroupRecord:
     return replace(record, state=GroupState.QUEUED, used_at=used_at, overtaken=0, settled_at=-1)
 
 
-def _state_at(before: GateState, frontier: Frontier, attempts: dict[int, int]) -> GateState:
+def _state_at(before: GateState, frontier: Frontier, attempts: dict[int, int], live: list[GroupRecord]) -> GateState:
     return msgspec.structs.replace(
         before,
         frontier=frontier,
@@ -81,6 +83,7 @@ def _state_at(before: GateState, frontier: Frontier, attempts: dict[int, int]) -
         overtakes={},
         lag_consumed={},
         attempts=attempts,
+        requeued=tuple(record.ticket for record in live),
     )
 
 
