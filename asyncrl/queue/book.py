@@ -219,6 +219,8 @@ class Book:
         After a stop nothing is given up: attempts end because their generators do, and a resumed run issues the tickets again.
         """
         record.reasons.append(f"attempt {record.attempt} at {record.producer}: {reason}")
+        if record.finished:  # damaged: what takes its place will be inserted in turn
+            self.inserted -= 1
         if record.attempt + 1 >= self.settings.max_attempts and not self.stopping:
             self.drop(record, DropReason.DEAD_LETTER)
             return
@@ -229,12 +231,16 @@ class Book:
 
     def lapse(self, record: GroupRecord) -> None:
         """A finished group is too old: dropped as stale, or settled as trained with the uses that it had."""
-        if self.limiter is not None:
-            self.sampled += self.limiter.write_off(record.uses)
+        self.write_off(record.uses)
         if record.uses:
             self.train(record)
         else:
             self.drop(record, DropReason.STALE)
+
+    def write_off(self, uses: int) -> None:
+        """A group goes after so many uses: those that it still owes are counted as taken."""
+        if self.limiter is not None:
+            self.sampled += self.limiter.write_off(uses)
 
     def drop(self, record: GroupRecord, reason: DropReason) -> None:
         """The group will not be trained any more."""

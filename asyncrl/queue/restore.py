@@ -84,6 +84,8 @@ def _state_at(before: GateState, frontier: Frontier, attempts: dict[int, int], l
         lag_consumed={},
         attempts=attempts,
         requeued=tuple(record.ticket for record in live),
+        inserted=len(live),
+        sampled=float(sum(record.uses for record in live)),
     )
 
 
