@@ -85,8 +85,8 @@ class Fleet:
         if record is not None:
             record.alive, record.seen_s = True, now_s
 
-    def says(self, name: str, version: int, learner_step: int) -> None:
-        """The producer has committed ``version`` and asks for tickets by it.
+    def says(self, name: str, version: int, learner_step: int | None) -> None:
+        """The producer has committed ``version`` and asks for tickets by it; ``learner_step`` is None where that is not known.
 
         Raises:
             VersionError: lower than it said before, or above the learner's committed steps.
@@ -98,7 +98,7 @@ class Fleet:
                 producer=name,
                 policy_version=version,
             )
-        if version > learner_step:
+        if learner_step is not None and version > learner_step:
             raise VersionError(
                 f"a version counts training steps in the weights, of which {learner_step} are committed; {name} said {version}",
                 producer=name,
@@ -106,7 +106,7 @@ class Fleet:
             )
         record.version, record.has_said = version, True
 
-    def report_version(self, name: str, version: int, learner_step: int) -> None:
+    def report_version(self, name: str, version: int, learner_step: int | None) -> None:
         """As :meth:`says`, but a new life that has not got its first weights yet may name those that it started with."""
         record = self._records[name]
         if record.has_said or version >= max(record.version, 0):

@@ -143,7 +143,7 @@ class Gate:
 
     def heartbeat(self, producer: str, version: int, in_flight: dict[int, int], sampled_tokens: int, now_s: float) -> None:
         """A producer is alive. Raises VersionError if its version fell or is above the committed steps."""
-        self.fleet.report_version(producer, version, self._book.ledger.steps)
+        self.fleet.report_version(producer, version, self._learner_step)
         self.fleet.report(producer, in_flight, sampled_tokens)
         self.fleet.seen(producer, now_s)
 
@@ -153,10 +153,10 @@ class Gate:
         Raises:
             VersionError: the version fell, or is above the committed steps.
         """
-        self.fleet.says(producer, version, self._book.ledger.steps)
+        self.fleet.says(producer, version, self._learner_step)
         if self._book.stopping:
             return Blocked(reason="the queue was stopped", ended=True)
-        answer = self._admission.issue(producer, version, now_s)
+        answer = self._admission.issue(producer, min(version, self._book.ledger.steps), now_s)
         self._blocked_producer = f"{producer}: {answer.reason}" if isinstance(answer, Blocked) else ""
         return answer
 
@@ -297,6 +297,11 @@ class Gate:
             blocked=self._blocked(),
             log_bytes=log_bytes,
         )
+
+    @property
+    def _learner_step(self) -> int | None:
+        """Committed steps; one shard of several may be behind, until the learner brings it forward."""
+        return self._book.ledger.steps if self.settings.shards == 1 else None
 
     def _blocked(self) -> str:
         parts = []
