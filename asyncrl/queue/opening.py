@@ -90,7 +90,7 @@ def reopened(
     for row in (*snapshot.live, *snapshot.kept):
         if row.has_payload:
             store.restore(row.ticket, _payload(row))
-    for row in snapshot.kept:
+    for row in (*snapshot.kept, *snapshot.bare):
         journal.recall(row)
     state = msgspec.msgpack.decode(snapshot.state, type=GateState)
     gate = Gate.recovered(settings, state, [record_of(row, now_s) for row in snapshot.live], incarnation, now_s)
