@@ -52,7 +52,7 @@ from asyncrl.queue.leasing import Leasing
 from asyncrl.queue.lockstep import stranded
 from asyncrl.queue.messages import Frontier, QueueStatus
 from asyncrl.queue.records import Blocked, GateState, GroupRecord, Issue, LeaseGranted, Settled
-from asyncrl.queue.replay import new_limiter, new_selection
+from asyncrl.queue.replay import new_selection
 from asyncrl.queue.selection import MAX_PRIORITY
 from asyncrl.queue.settings import GateSettings
 from asyncrl.trajectory import GroupMeta
@@ -78,7 +78,7 @@ class Gate:
     def __init__(self, settings: GateSettings, frontier: Frontier | None = None, incarnation: int = 0) -> None:
         self.settings = settings
         self.fleet = Fleet()
-        self._book = Book(settings, frontier, new_selection(settings), new_limiter(settings))
+        self._book = Book(settings, frontier, new_selection(settings), settings.new_limiter())
         self._admission = Admission(self._book)
         self._leasing = Leasing(self._book, incarnation)
         self._acceptance = Acceptance(self._book, incarnation)
