@@ -103,10 +103,10 @@ def reopened(
 def take_back(gate: Gate, store: PayloadStore, journal: Journal, frontier: Frontier, incarnation: int, now_s: float) -> Gate:
     """The queue at the frontier of a checkpoint, as a new branch; see :mod:`asyncrl.queue.restore`."""
     reasons = {record.ticket: journal.reason_of(record.ticket) for record in journal.records()}
-    fresh, abandoned = restored(gate, frontier, journal.records(), store.__contains__, incarnation, now_s)
+    fresh, given_up = restored(gate, frontier, journal.records(), store.__contains__, incarnation, now_s)
     waiting = fresh.status().queued_groups
-    journal.begin_branch(fresh, frontier.steps, [(record, reasons.get(record.ticket, "abandoned")) for record in abandoned])
-    log.info("restored to step %d: %d finished groups wait again, %d are abandoned", frontier.steps, waiting, len(abandoned))
+    journal.begin_branch(fresh, frontier.steps, [(record, reasons.get(record.ticket, "abandoned")) for record in given_up])
+    log.info("restored to step %d: %d finished groups wait again, %d are given up", frontier.steps, waiting, len(given_up))
     return fresh
 
 
