@@ -86,7 +86,6 @@ class PayloadStore:
         if self.log is not None:
             pieces = [self._mappings.view(item.segment, sum(item.lengths))] if item.segment else frames
             place = self.log.append(ticket, attempt, pieces, item.checksum)
-        self.settle(ticket, retain=False)  # of an attempt whose payload was damaged
         self._payloads[ticket] = Payload(
             checksum=item.checksum,
             lengths=item.lengths if place is None or item.segment else (sum(item.lengths),),
