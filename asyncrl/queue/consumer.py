@@ -137,15 +137,15 @@ class Consumer:
         """
         if step != self._step:
             self._step, self._leases = step, {}
-        self._revive(step)
+        if not self._leases:  # or the batch would grow that was formed without it
+            self._revive(step)
         blocked: list[str] = []
-        missing = sum(self._shares[shard] for shard in self._dead)
+        extras = self._extras()
         for shard, link in enumerate(self._links):
             if shard in self._dead or shard in self._leases:
                 continue
-            extra = -(-missing // max(1, len(self._links) - len(self._dead)))
             try:
-                lease = link.lease(step, wait_s / len(self._links), extra)
+                lease = link.lease(step, wait_s / len(self._links), extras[shard])
             except PeerTimeout as error:
                 self._mourn(shard, error)
                 continue
@@ -220,6 +220,11 @@ class Consumer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _extras(self) -> dict[int, int]:
+        """What each living shard may give beyond its share, together as much as the dead ones owe."""
+        missing, living = sum(self._shares[shard] for shard in self._dead), [s for s in range(len(self._links)) if s not in self._dead]
+        return {shard: missing // len(living) + (number < missing % len(living)) for number, shard in enumerate(living)}
 
     def _merged(self, step: int, blocked: list[str]) -> Lease:
         if blocked or not self._leases:
