@@ -195,8 +195,12 @@ class Consumer:
     def return_(self, step: int, damaged: Damaged = ()) -> None:
         """Gives the lease of ``step`` back untrained; without such a lease nothing happens. ``damaged`` groups are sampled again."""
         for shard, link in enumerate(self._links):
-            if shard not in self._dead:
+            if shard in self._dead:
+                continue
+            try:
                 link.return_(step, [entry for entry in damaged if entry[0] % len(self._links) == shard])
+            except PeerTimeout as error:
+                self._mourn(shard, error)
         self._leases = {}
 
     def checkpointed(self, oldest_step: int) -> None:
