@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout
@@ -96,7 +98,8 @@ class Consumer:
         ...     frontier = consumer.commit(0).frontier
     """
 
-    def __init__(self, links: Sequence[ConsumerLink], shares: Sequence[int], run_id: str) -> None:
+    def __init__(self, links: Sequence[ConsumerLink], shares: Sequence[int], run_id: str, max_uses: int = 1) -> None:
+        self._max_uses = max_uses
         self._links = list(links)
         self._shares = list(shares)
         self._reader = PayloadReader(run_id)
@@ -127,7 +130,8 @@ class Consumer:
             for link in links:
                 link.close()
             raise
-        return cls(links, [share_of(config.algorithm.groups_per_step, shard, number) for shard in range(number)], facts.run_id)
+        shares = [share_of(config.algorithm.groups_per_step, shard, number) for shard in range(number)]
+        return cls(links, shares, facts.run_id, config.queue.max_uses)
 
     def lease(self, step: int, wait_s: float) -> Lease:
         """The batch of training step ``step``; empty with ``blocked`` when it was not ready within ``wait_s``.
@@ -184,6 +188,7 @@ class Consumer:
             try:
                 answers[shard] = link.commit(step, mine)
             except PeerTimeout as error:
+                self._note_trained(shard)
                 self._mourn(shard, error)
                 continue
             self._frontiers[shard] = answers[shard].frontier
@@ -244,6 +249,14 @@ class Consumer:
             if shard not in self._frontiers:
                 raise PeerTimeout(f"shard {shard} of the queue died before it committed a step: its frontier is not known")
         return merge_frontiers([self._frontiers[shard] for shard in range(len(self._links))])
+
+    def _note_trained(self, shard: int) -> None:
+        """Its last batch is in the weights, whether it knows or not: a checkpoint must not have it trained again."""
+        lease, known = self._leases.get(shard), self._frontiers.get(shard)
+        if lease is not None and known is not None and self._max_uses == 1:
+            tickets = tuple(sorted(meta.ticket for meta in lease.groups))
+            above = (*known.settled_above, *tickets)
+            self._frontiers[shard] = msgspec.structs.replace(known, settled_above=above, trained=known.trained + len(tickets))
 
     def _mourn(self, shard: int, error: PeerTimeout) -> None:
         """One broker does not answer: the others go on without it. Raises when it is the only one left."""
