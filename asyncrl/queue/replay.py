@@ -16,4 +16,3 @@ def new_selection(settings: GateSettings) -> Selection | None:
     if settings.order == "fifo":
         return None
     return make_selection(settings.order, seed=settings.seed, exponent=settings.priority_exponent)
-
