@@ -177,7 +177,7 @@ class QueueConfig(Group):
     max_uses: int = option(1, "steps in which a group is trained before it goes", ge=1, le=64)
     samples_per_insert: float = option(0.0, "uses that a group pays for in the long run; 0: max_uses", ge=0)
     error_buffer: float = option(0.0, "uses by which that ratio may be off; 0: the least that cannot block", ge=0)
-    priority_exponent: float = option(1.0, "chance of a group goes with its priority to this power", ge=0)
+    priority_exponent: float = option(1.0, "chance of a group goes with its priority to this power", ge=0, le=4)
     port: int = option(0, "first of the loopback ports of transport=tcp, one for sync and one a broker; 0: any free ones", ge=0, le=65534)
 
 

@@ -96,10 +96,16 @@ class Admission:
             f"{version + settings.max_staleness}: waits for version {last - settings.max_staleness}"
         )
 
+    def _batch_needs_more(self) -> bool:
+        """Whether the limiter holds the next batch back even if all that is out arrives."""
+        book = self._book
+        coming = book.inserted + book.count(GroupState.GENERATING, GroupState.REISSUE)
+        return book.limiter is not None and not book.limiter.may_sample(coming, book.sampled, self._settings.groups_per_step)
+
     def _no_credit(self, index: int) -> str:
         """Back-pressure; never for a group that the next batch needs, or producer and learner would wait on each other."""
         settings, book = self._settings, self._book
-        if book.num_live < settings.groups_per_step:
+        if book.num_live < settings.groups_per_step or self._batch_needs_more():
             return ""
         queued = book.count(GroupState.QUEUED)
         if queued >= settings.max_queued_groups:

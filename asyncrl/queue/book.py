@@ -17,7 +17,7 @@ from asyncrl.queue.ledger import EMPTY, Ledger
 from asyncrl.queue.limiter import Limiter
 from asyncrl.queue.messages import DropReason, Frontier
 from asyncrl.queue.records import GroupRecord, GroupState, Settled
-from asyncrl.queue.selection import Selection
+from asyncrl.queue.selection import MAX_PRIORITY, Selection
 from asyncrl.queue.settings import GateSettings
 from asyncrl.trajectory import GroupMeta
 
@@ -36,7 +36,8 @@ class Book:
 
     Attributes:
         slots_ahead: slots of training steps that the live groups will take. inserted, sampled: groups accepted, and leased to a commit.
-        attempts: of tickets that a restore opened again, the one to be issued.
+        attempts: of tickets that a restore opened again, the one to be issued. requeued: live tickets that a restore put ahead of those
+            which it opened again, whatever their numbers.
         epoch: rises whenever a ticket that was refused may now be given.
         changed: tickets whose record changed since :meth:`take_changed`.
     """
@@ -63,7 +64,7 @@ class Book:
         self.sampled = 0.0
         self.queued_versions: Counter[int] = Counter()
         self.selection = selection
-        self._live: dict[int, GroupRecord] = {}  # insertion order is ticket order: tickets are admitted ascending
+        self._live: dict[int, GroupRecord] = {}  # in admission order: that of tickets, after those that a restore put ahead
         self._counts: Counter[GroupState] = Counter()
         self._again: list[int] = []
         self._held: dict[str, dict[int, None]] = {}
@@ -74,6 +75,7 @@ class Book:
         self._changed: dict[int, None] = {}
         self._settled: list[Settled] = []
         self.attempts: dict[int, int] = {}
+        self.requeued: dict[int, None] = {}
         self._accepted: OrderedDict[int, int] = OrderedDict()
 
     @property
@@ -134,13 +136,13 @@ class Book:
 
     def older_than(self, version: int) -> list[GroupRecord]:
         """Finished groups, not leased, with a token of a version below this one."""
-        found = []
+        found: dict[int, GroupRecord] = {}  # a group that was queued more than once has an entry for each time
         while self._oldest and self._oldest[0][0] < version:
             oldest, ticket = heapq.heappop(self._oldest)
             record = self._live.get(ticket)
             if record is not None and record.finished and record.meta is not None and record.meta.oldest_version == oldest:
-                found.append(record)
-        return found
+                found[ticket] = record
+        return list(found.values())
 
     def admit(self, producer: str, version: int, now_s: float) -> GroupRecord:
         """A new group, at the end of the admission order."""
@@ -207,6 +209,7 @@ class Book:
         if record is None or self.selection is None:
             return
         record.priority = priority
+        self._changed[ticket] = None
         if record.finished:
             self.selection.update(ticket, priority)
 
@@ -216,6 +219,8 @@ class Book:
         After a stop nothing is given up: attempts end because their generators do, and a resumed run issues the tickets again.
         """
         record.reasons.append(f"attempt {record.attempt} at {record.producer}: {reason}")
+        if record.finished:  # damaged: what takes its place will be inserted in turn
+            self.inserted -= 1
         if record.attempt + 1 >= self.settings.max_attempts and not self.stopping:
             self.drop(record, DropReason.DEAD_LETTER)
             return
@@ -226,12 +231,16 @@ class Book:
 
     def lapse(self, record: GroupRecord) -> None:
         """A finished group is too old: dropped as stale, or settled as trained with the uses that it had."""
-        if self.limiter is not None:
-            self.sampled += self.limiter.write_off(record.uses)
+        self.write_off(record.uses)
         if record.uses:
             self.train(record)
         else:
             self.drop(record, DropReason.STALE)
+
+    def write_off(self, uses: int) -> None:
+        """A group goes after so many uses: those that it still owes are counted as taken."""
+        if self.limiter is not None:
+            self.sampled += self.limiter.write_off(uses)
 
     def drop(self, record: GroupRecord, reason: DropReason) -> None:
         """The group will not be trained any more."""
@@ -287,6 +296,7 @@ class Book:
         self._leave(record)
         record.settled_at = self.ledger.steps
         del self._live[record.ticket]
+        self.requeued.pop(record.ticket, None)
         self.slots_ahead -= self.settings.max_uses - record.uses
         self._settled.append(Settled(record=record, reason=reason))
         self.epoch += 1
@@ -338,5 +348,5 @@ def _take(counts: Counter[int], numbers: dict[int, int]) -> None:
 
 
 def reward_spread(meta: GroupMeta) -> float:
-    """Largest minus smallest reward of a group: its priority until the learner says otherwise."""
-    return max(meta.rewards_N) - min(meta.rewards_N)
+    """Largest minus smallest reward of a group: its priority until the learner says otherwise; at most the largest there is."""
+    return min(max(meta.rewards_N) - min(meta.rewards_N), MAX_PRIORITY)

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout
@@ -96,7 +98,8 @@ class Consumer:
         ...     frontier = consumer.commit(0).frontier
     """
 
-    def __init__(self, links: Sequence[ConsumerLink], shares: Sequence[int], run_id: str) -> None:
+    def __init__(self, links: Sequence[ConsumerLink], shares: Sequence[int], run_id: str, max_uses: int = 1) -> None:
+        self._max_uses = max_uses
         self._links = list(links)
         self._shares = list(shares)
         self._reader = PayloadReader(run_id)
@@ -127,7 +130,8 @@ class Consumer:
             for link in links:
                 link.close()
             raise
-        return cls(links, [share_of(config.algorithm.groups_per_step, shard, number) for shard in range(number)], facts.run_id)
+        shares = [share_of(config.algorithm.groups_per_step, shard, number) for shard in range(number)]
+        return cls(links, shares, facts.run_id, config.queue.max_uses)
 
     def lease(self, step: int, wait_s: float) -> Lease:
         """The batch of training step ``step``; empty with ``blocked`` when it was not ready within ``wait_s``.
@@ -137,15 +141,15 @@ class Consumer:
         """
         if step != self._step:
             self._step, self._leases = step, {}
-        self._revive(step)
+        if not self._leases:  # or the batch would grow that was formed without it
+            self._revive(step)
         blocked: list[str] = []
-        missing = sum(self._shares[shard] for shard in self._dead)
+        extras = self._extras()
         for shard, link in enumerate(self._links):
             if shard in self._dead or shard in self._leases:
                 continue
-            extra = -(-missing // max(1, len(self._links) - len(self._dead)))
             try:
-                lease = link.lease(step, wait_s / len(self._links), extra)
+                lease = link.lease(step, wait_s / len(self._links), extras[shard])
             except PeerTimeout as error:
                 self._mourn(shard, error)
                 continue
@@ -184,6 +188,7 @@ class Consumer:
             try:
                 answers[shard] = link.commit(step, mine)
             except PeerTimeout as error:
+                self._note_trained(shard)
                 self._mourn(shard, error)
                 continue
             self._frontiers[shard] = answers[shard].frontier
@@ -195,8 +200,12 @@ class Consumer:
     def return_(self, step: int, damaged: Damaged = ()) -> None:
         """Gives the lease of ``step`` back untrained; without such a lease nothing happens. ``damaged`` groups are sampled again."""
         for shard, link in enumerate(self._links):
-            if shard not in self._dead:
+            if shard in self._dead:
+                continue
+            try:
                 link.return_(step, [entry for entry in damaged if entry[0] % len(self._links) == shard])
+            except PeerTimeout as error:
+                self._mourn(shard, error)
         self._leases = {}
 
     def checkpointed(self, oldest_step: int) -> None:
@@ -221,6 +230,11 @@ class Consumer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def _extras(self) -> dict[int, int]:
+        """What each living shard may give beyond its share, together as much as the dead ones owe."""
+        missing, living = sum(self._shares[shard] for shard in self._dead), [s for s in range(len(self._links)) if s not in self._dead]
+        return {shard: missing // len(living) + (number < missing % len(living)) for number, shard in enumerate(living)}
+
     def _merged(self, step: int, blocked: list[str]) -> Lease:
         if blocked or not self._leases:
             return Lease(step=step, groups=(), blocked="; ".join(dict.fromkeys(blocked)))
@@ -235,6 +249,14 @@ class Consumer:
             if shard not in self._frontiers:
                 raise PeerTimeout(f"shard {shard} of the queue died before it committed a step: its frontier is not known")
         return merge_frontiers([self._frontiers[shard] for shard in range(len(self._links))])
+
+    def _note_trained(self, shard: int) -> None:
+        """Its last batch is in the weights, whether it knows or not: a checkpoint must not have it trained again."""
+        lease, known = self._leases.get(shard), self._frontiers.get(shard)
+        if lease is not None and known is not None and self._max_uses == 1:
+            tickets = tuple(sorted(meta.ticket for meta in lease.groups))
+            above = (*known.settled_above, *tickets)
+            self._frontiers[shard] = msgspec.structs.replace(known, settled_above=above, trained=known.trained + len(tickets))
 
     def _mourn(self, shard: int, error: PeerTimeout) -> None:
         """One broker does not answer: the others go on without it. Raises when it is the only one left."""

@@ -49,7 +49,7 @@ class Fleet:
     def remembered(self) -> dict[str, ProducerMemory]:
         """What the next process must know of every name."""
         return {
-            r.name: ProducerMemory(version=r.version, tokens_before=r.tokens_before, tokens=r.tokens, alive=r.alive)
+            r.name: ProducerMemory(version=r.version, tokens_before=r.tokens_before, tokens=r.tokens, alive=r.alive, has_said=r.has_said)
             for r in self._records.values()
         }
 
@@ -61,10 +61,13 @@ class Fleet:
                 seen_s=now_s,
                 alive=known.alive,
                 version=known.version,
-                has_said=known.version >= 0,
+                has_said=known.has_said,
                 tokens_before=known.tokens_before,
                 tokens=known.tokens,
             )
+            if not known.alive:
+                self._records[name].trouble = "it was dead when the broker started"
+                self._left = self._records[name]
 
     def forget_versions(self) -> None:
         """The weights went back to a checkpoint, and every producer will say which version it has then."""
@@ -82,8 +85,8 @@ class Fleet:
         if record is not None:
             record.alive, record.seen_s = True, now_s
 
-    def says(self, name: str, version: int, learner_step: int) -> None:
-        """The producer has committed ``version`` and asks for tickets by it.
+    def says(self, name: str, version: int, learner_step: int | None) -> None:
+        """The producer has committed ``version`` and asks for tickets by it; ``learner_step`` is None where that is not known.
 
         Raises:
             VersionError: lower than it said before, or above the learner's committed steps.
@@ -95,7 +98,7 @@ class Fleet:
                 producer=name,
                 policy_version=version,
             )
-        if version > learner_step:
+        if learner_step is not None and version > learner_step:
             raise VersionError(
                 f"a version counts training steps in the weights, of which {learner_step} are committed; {name} said {version}",
                 producer=name,
@@ -103,7 +106,7 @@ class Fleet:
             )
         record.version, record.has_said = version, True
 
-    def report_version(self, name: str, version: int, learner_step: int) -> None:
+    def report_version(self, name: str, version: int, learner_step: int | None) -> None:
         """As :meth:`says`, but a new life that has not got its first weights yet may name those that it started with."""
         record = self._records[name]
         if record.has_said or version >= max(record.version, 0):

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from asyncrl.errors import ProcessDied, VersionError
+from asyncrl.errors import ProcessDied, QueueError, VersionError
 from asyncrl.queue.acceptance import Acceptance
 from asyncrl.queue.admission import Admission
 from asyncrl.queue.book import Book
@@ -52,7 +52,8 @@ from asyncrl.queue.leasing import Leasing
 from asyncrl.queue.lockstep import stranded
 from asyncrl.queue.messages import Frontier, QueueStatus
 from asyncrl.queue.records import Blocked, GateState, GroupRecord, Issue, LeaseGranted, Settled
-from asyncrl.queue.replay import new_limiter, new_selection
+from asyncrl.queue.replay import new_selection
+from asyncrl.queue.selection import MAX_PRIORITY
 from asyncrl.queue.settings import GateSettings
 from asyncrl.trajectory import GroupMeta
 
@@ -77,7 +78,7 @@ class Gate:
     def __init__(self, settings: GateSettings, frontier: Frontier | None = None, incarnation: int = 0) -> None:
         self.settings = settings
         self.fleet = Fleet()
-        self._book = Book(settings, frontier, new_selection(settings), new_limiter(settings))
+        self._book = Book(settings, frontier, new_selection(settings), settings.new_limiter())
         self._admission = Admission(self._book)
         self._leasing = Leasing(self._book, incarnation)
         self._acceptance = Acceptance(self._book, incarnation)
@@ -85,13 +86,14 @@ class Gate:
 
     @classmethod
     def recovered(cls, settings: GateSettings, state: GateState, live: Iterable[GroupRecord], incarnation: int, now_s: float) -> Gate:
-        """The gate as it was when its process died; ``live`` in ticket order, with deadlines that start anew.
+        """The gate as it was when its process died; deadlines of ``live`` groups start anew.
 
         Producers have ``dead_after_s`` to say hello again, or their tickets are issued again.
         """
         gate = cls(settings, state.frontier, incarnation)
         book, leasing = gate._book, gate._leasing
-        for record in live:
+        book.requeued = dict.fromkeys(state.requeued)
+        for record in sorted(live, key=lambda record: (record.ticket not in book.requeued, record.ticket)):
             book.ledger.readmit(record.ticket)
             record.deadline_s = now_s + settings.ticket_deadline_s
             book.insert(record)
@@ -99,6 +101,7 @@ class Gate:
         book.first_version, book.reissued, book.replaced_this_step = state.first_version, state.reissued, state.replaced_this_step
         book.attempts = dict(state.attempts)
         book.inserted, book.sampled = state.inserted, state.sampled
+        book.stopping = state.stopping and state.incarnation >= incarnation
         leasing.incarnation = max(incarnation, state.incarnation)
         leasing.last_commit, leasing.lag_consumed = state.last_commit, state.lag_consumed
         leasing.take_up(state.lease, state.overtakes)
@@ -127,6 +130,8 @@ class Gate:
             inserted=book.inserted,
             sampled=book.sampled,
             attempts=dict(book.attempts),
+            stopping=book.stopping,
+            requeued=tuple(book.requeued),
         )
 
     # producers
@@ -138,7 +143,7 @@ class Gate:
 
     def heartbeat(self, producer: str, version: int, in_flight: dict[int, int], sampled_tokens: int, now_s: float) -> None:
         """A producer is alive. Raises VersionError if its version fell or is above the committed steps."""
-        self.fleet.report_version(producer, version, self._book.ledger.steps)
+        self.fleet.report_version(producer, version, self._learner_step)
         self.fleet.report(producer, in_flight, sampled_tokens)
         self.fleet.seen(producer, now_s)
 
@@ -148,10 +153,10 @@ class Gate:
         Raises:
             VersionError: the version fell, or is above the committed steps.
         """
-        self.fleet.says(producer, version, self._book.ledger.steps)
+        self.fleet.says(producer, version, self._learner_step)
         if self._book.stopping:
             return Blocked(reason="the queue was stopped", ended=True)
-        answer = self._admission.issue(producer, version, now_s)
+        answer = self._admission.issue(producer, min(version, self._book.ledger.steps), now_s)
         self._blocked_producer = f"{producer}: {answer.reason}" if isinstance(answer, Blocked) else ""
         return answer
 
@@ -238,8 +243,11 @@ class Gate:
         """The leased batch of ``step`` is in the weights; the same commit again changes nothing.
 
         Raises:
-            FencedError: an older incarnation. QueueError: no such lease.
+            FencedError: an older incarnation. QueueError: no such lease, or a priority that is none; nothing is committed.
         """
+        for ticket, priority in (priorities or {}).items():
+            if not 0.0 <= priority <= MAX_PRIORITY:
+                raise QueueError(f"a priority is from 0 to {MAX_PRIORITY:g}; met {priority} for ticket {ticket}: scale it", ticket=ticket)
         self._leasing.commit(step, incarnation)
         for ticket, priority in (priorities or {}).items():
             self._book.prioritise(ticket, priority)
@@ -289,6 +297,11 @@ class Gate:
             blocked=self._blocked(),
             log_bytes=log_bytes,
         )
+
+    @property
+    def _learner_step(self) -> int | None:
+        """Committed steps; one shard of several may be behind, until the learner brings it forward."""
+        return self._book.ledger.steps if self.settings.shards == 1 else None
 
     def _blocked(self) -> str:
         parts = []

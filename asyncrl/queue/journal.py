@@ -69,6 +69,9 @@ class Journal:
             DiskFull: nothing was written; what changed is kept for the next call.
         """
         changed = gate.take_changed()
+        for record in changed:
+            if record.meta is None:  # its payload was damaged, and is nobody's
+                self._store.settle(record.ticket, retain=False)
         if self._ledger is None:
             self._rows.clear()
             return

@@ -96,6 +96,7 @@ class Leasing:
         for record in leased:
             assert record.meta is not None
             if self._book.settings.replace_no_signal and not record.meta.has_signal:
+                self._book.write_off(record.uses + 1)
                 self._book.drop(record, DropReason.NO_SIGNAL)
                 continue
             for version, tokens in record.meta.tokens_by_version.items():
@@ -174,11 +175,17 @@ class Leasing:
     def _drawn(self, step: int, number: int) -> tuple[list[GroupRecord], Counter[int], str]:
         assert self._book.selection is not None
         if self._book.limiter is not None:
+            while number > self._book.settings.groups_per_step and not self._may_sample(number):
+                number -= 1
             refusal = self._book.limiter.sample_refusal(self._book.inserted, self._book.sampled, number)
             if refusal and not self._book.exhausted:
                 return [], Counter(), f"step {step}: {refusal}"
         found = [self._book.get(ticket) for ticket in self._book.selection.sample(number, step)]
         return [record for record in found if record is not None], Counter(), ""
+
+    def _may_sample(self, number: int) -> bool:
+        limiter = self._book.limiter
+        return limiter is None or limiter.may_sample(self._book.inserted, self._book.sampled, number)
 
     def _waiting_for(self, step: int, ready: int) -> str:
         book = self._book

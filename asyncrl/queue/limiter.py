@@ -18,9 +18,8 @@ Liveness. Suppose that an insert is refused. Then I >= m and d > σ m + b − σ
     A batch of G is allowed: d − G > σ m + b − σ − G >= σ m − b, by 2 b >= σ + G.
     And there are G groups for it: each group that is gone was trained, with M >= σ uses, or dropped, and counts with σ or more in
     T, so at most T / σ are gone and I − T / σ = d / σ > m + b / σ − 1 remain, that is floor(m + b / σ) or more, G by m + b / σ >= G.
-    So inserts and samples never wait for each other. The caller must let groups in while a batch is refused: the first batch
-    needs max(m, G, m + (G − b) / σ) of them at once, which is checked against ``capacity_groups``; with σ < M groups that have
-    paid stay, and the caller must drop them (too old) or let more in.
+    So inserts and samples never wait for each other, if the caller lets groups in, whatever its own limits say, as long as
+    a batch is refused: the first one needs max(m, G, m + (G − b) / σ) groups at once, and with σ < M groups that have paid stay.
 
 Tickets. Counted as inserted at the issue of a ticket are those finished and those being sampled; for a batch only those finished.
 
@@ -46,13 +45,12 @@ class Limiter:
         min_groups: m, inserts before the first sample, 1 or more.
         error_buffer: b, by how many samples the balance may be off its target, up and down.
         groups_per_step: G, groups of the largest batch. max_uses: M, uses of a group before it is gone.
-        capacity_groups: groups that admission and credit let be there at once, at the least.
 
     Raises:
         ConfigError: the settings would deadlock, with the rule and the numbers.
 
     Example:
-        >>> limiter = Limiter(1.0, 10, 4.0, groups_per_step=4, max_uses=1, capacity_groups=64)
+        >>> limiter = Limiter(1.0, 10, 4.0, groups_per_step=4, max_uses=1)
         >>> limiter.may_insert(13, 0), limiter.may_insert(14, 0), limiter.may_sample(10, 0, 4), limiter.may_sample(10, 4, 4)
         (True, False, True, False)
     """
@@ -65,12 +63,10 @@ class Limiter:
         *,
         groups_per_step: int,
         max_uses: int,
-        capacity_groups: int,
     ) -> None:
         _check_meaning(samples_per_insert, min_groups, error_buffer)
         self._min_groups, self._rate, buffer = min_groups, round(samples_per_insert * _PARTS), round(error_buffer * _PARTS)
         _check_liveness(self._rate, min_groups, buffer, groups_per_step, max_uses)
-        _check_capacity(self._rate, min_groups, buffer, groups_per_step, capacity_groups)
         target = self._rate * min_groups
         self._lowest, self._highest = target - buffer, target + buffer
 
@@ -87,7 +83,7 @@ class Limiter:
         if self.may_insert(inserted, sampled):
             return ""
         return (
-            f"replay.samples_per_insert × inserts − samples would be {self._sum(inserted + 1, sampled)}, and is at most "
+            f"queue.samples_per_insert × inserts − samples would be {self._sum(inserted + 1, sampled)}, and is at most "
             f"{self._highest / _PARTS:g}: waits for the learner to sample"
         )
 
@@ -96,9 +92,9 @@ class Limiter:
         if self.may_sample(inserted, sampled, n):
             return ""
         if inserted < self._min_groups:
-            return f"{inserted} groups were inserted, and replay.min_groups = {self._min_groups}: waits for producers"
+            return f"{inserted} groups were inserted, and algorithm.groups_per_step = {self._min_groups}: waits for producers"
         return (
-            f"replay.samples_per_insert × inserts − samples would be {self._sum(inserted, sampled + n)}, and is at least "
+            f"queue.samples_per_insert × inserts − samples would be {self._sum(inserted, sampled + n)}, and is at least "
             f"{self._lowest / _PARTS:g}: waits for producers"
         )
 
@@ -115,9 +111,9 @@ class Limiter:
 
 def _check_meaning(rate: float, least: int, buffer: float) -> None:
     rules = (
-        ("replay.samples_per_insert", rate, "1e-6 or more and finite", math.isfinite(rate) and rate >= 1 / _PARTS),
-        ("replay.min_groups", least, "1 or more", least >= 1),
-        ("replay.error_buffer", buffer, "0 or more and finite", math.isfinite(buffer) and buffer >= 0),
+        ("queue.samples_per_insert", rate, "1e-6 or more and finite", math.isfinite(rate) and rate >= 1 / _PARTS),
+        ("algorithm.groups_per_step", least, "1 or more", least >= 1),
+        ("queue.error_buffer", buffer, "0 or more and finite", math.isfinite(buffer) and buffer >= 0),
     )
     for name, value, rule, kept in rules:
         if not kept:
@@ -127,27 +123,17 @@ def _check_meaning(rate: float, least: int, buffer: float) -> None:
 def _check_liveness(rate: int, least: int, buffer: int, groups: int, max_uses: int) -> None:
     if rate > max_uses * _PARTS:
         raise ConfigError(
-            f"replay.samples_per_insert is at most max_uses = {max_uses}; met {rate / _PARTS:g}: a group would owe samples that it "
+            f"queue.samples_per_insert is at most queue.max_uses = {max_uses}; met {rate / _PARTS:g}: a group would owe samples that it "
             "cannot give, and inserts would wait for them for ever. Lower the first or raise the second"
         )
     if 2 * buffer < rate + groups * _PARTS:
         raise ConfigError(
-            f"replay.error_buffer >= (replay.samples_per_insert + groups_per_step) / 2 = ({rate / _PARTS:g} + {groups}) / 2 = "
+            f"queue.error_buffer >= (queue.samples_per_insert + groups a step) / 2 = ({rate / _PARTS:g} + {groups}) / 2 = "
             f"{(rate / _PARTS + groups) / 2:g}; met {buffer / _PARTS:g}: inserts and batches would wait for each other. Raise it"
         )
     if buffer < (groups - least) * rate:
         raise ConfigError(
-            "a batch needs distinct groups, and inserts stop at replay.min_groups + replay.error_buffer / replay.samples_per_insert = "
-            f"{least} + {buffer / _PARTS:g} / {rate / _PARTS:g} = {least + buffer / rate:g}; met groups_per_step = {groups}: "
-            "raise replay.min_groups"
-        )
-
-
-def _check_capacity(rate: int, least: int, buffer: int, groups: int, capacity: int) -> None:
-    first = max(least, groups, least - (buffer - groups * _PARTS) // rate)
-    if capacity < first:
-        raise ConfigError(
-            "the first batch waits for max(replay.min_groups, groups_per_step, replay.min_groups + (groups_per_step - "
-            f"replay.error_buffer) / replay.samples_per_insert) = {first} groups; met {capacity} that may be there at "
-            "once: lower replay.min_groups, or raise queue.max_staleness and queue.max_queued_groups"
+            "a batch needs distinct groups, and inserts stop at min_groups + queue.error_buffer / queue.samples_per_insert = "
+            f"{least} + {buffer / _PARTS:g} / {rate / _PARTS:g} = {least + buffer / rate:g}; met {groups} groups a step: "
+            "raise queue.error_buffer"
         )

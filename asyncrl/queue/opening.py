@@ -33,7 +33,7 @@ from asyncrl.queue.settings import GateSettings
 from asyncrl.queue.shm import SegmentKeeper
 from asyncrl.queue.store import Payload, PayloadStore
 
-__all__ = ["Opened", "open_queue", "take_back"]
+__all__ = ["Opened", "open_queue", "reopened", "take_back"]
 
 log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
@@ -70,22 +70,29 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
         log.warning("recovery: ticket %d, attempt %d: %s", damaged.ticket, damaged.attempt, damaged.reason)
     store = PayloadStore(facts.run_id, segments)
     journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
-    gate = _gate(found.snapshot, store, journal, settings, own, facts.incarnation)
+    gate = reopened(found.snapshot, store, journal, settings, own, facts.incarnation, time.monotonic())
     journal.commit(gate, facts.incarnation)
     return Opened(gate=gate, store=store, journal=journal)
 
 
-def _gate(
-    snapshot: Snapshot | None, store: PayloadStore, journal: Journal, settings: GateSettings, frontier: Frontier, incarnation: int
+def reopened(
+    snapshot: Snapshot | None,
+    store: PayloadStore,
+    journal: Journal,
+    settings: GateSettings,
+    frontier: Frontier,
+    incarnation: int,
+    now_s: float,
 ) -> Gate:
+    """The gate of a ledger's snapshot, with payload and settled groups told to ``store`` and ``journal``, which are new."""
     if snapshot is None or not snapshot.state:
         return Gate(settings, frontier, incarnation)
     for row in (*snapshot.live, *snapshot.kept):
         if row.has_payload:
             store.restore(row.ticket, _payload(row))
-    for row in snapshot.kept:
+    for row in (*snapshot.kept, *snapshot.bare):
         journal.recall(row)
-    state, now_s = msgspec.msgpack.decode(snapshot.state, type=GateState), time.monotonic()
+    state = msgspec.msgpack.decode(snapshot.state, type=GateState)
     gate = Gate.recovered(settings, state, [record_of(row, now_s) for row in snapshot.live], incarnation, now_s)
     if state.incarnation >= incarnation:
         log.info("recovered: %d groups live at step %d", len(snapshot.live), state.frontier.steps)
@@ -96,10 +103,10 @@ def _gate(
 def take_back(gate: Gate, store: PayloadStore, journal: Journal, frontier: Frontier, incarnation: int, now_s: float) -> Gate:
     """The queue at the frontier of a checkpoint, as a new branch; see :mod:`asyncrl.queue.restore`."""
     reasons = {record.ticket: journal.reason_of(record.ticket) for record in journal.records()}
-    fresh, abandoned = restored(gate, frontier, journal.records(), store.__contains__, incarnation, now_s)
+    fresh, given_up = restored(gate, frontier, journal.records(), store.__contains__, incarnation, now_s)
     waiting = fresh.status().queued_groups
-    journal.begin_branch(fresh, frontier.steps, [(record, reasons.get(record.ticket, "abandoned")) for record in abandoned])
-    log.info("restored to step %d: %d finished groups wait again, %d are abandoned", frontier.steps, waiting, len(abandoned))
+    journal.begin_branch(fresh, frontier.steps, [(record, reasons.get(record.ticket, "abandoned")) for record in given_up])
+    log.info("restored to step %d: %d finished groups wait again, %d are given up", frontier.steps, waiting, len(given_up))
     return fresh
 
 

@@ -121,13 +121,15 @@ class ProducerMemory(msgspec.Struct, frozen=True, kw_only=True):
     tokens_before: int
     tokens: int
     alive: bool
+    has_said: bool
 
 
 class GateState(msgspec.Struct, frozen=True, kw_only=True):
     """What a gate knows beside its live groups; with them, enough to go on after the death of the process.
 
     ``frontier`` is this shard's own. ``lease``: step and tickets of the batch that is out; ``overtakes`` it caused.
-    ``attempts``: the attempt under which a ticket that a restore opened again will be issued.
+    ``attempts``: the attempt under which a ticket that a restore opened again will be issued. ``stopping``: a stop was asked for, and
+    holds until the run is started again. ``requeued``: tickets that a restore put ahead of all that were admitted since.
     """
 
     frontier: Frontier
@@ -145,3 +147,5 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     inserted: int
     sampled: float
     attempts: dict[int, int]
+    stopping: bool
+    requeued: tuple[int, ...]

@@ -31,7 +31,7 @@ def restored(
     incarnation: int,
     now_s: float,
 ) -> tuple[Gate, list[GroupRecord]]:
-    """A gate at ``frontier`` with the groups of ``gate``, and those that were given up.
+    """A gate at ``frontier`` with the groups of ``gate``, and those that were given up, finished or not: their rows must go.
 
     Args:
         frontier: of the checkpoint, this shard's part. settled: records settled since then, as far as they are known.
@@ -39,7 +39,9 @@ def restored(
     """
     step, lockstep = frontier.steps, gate.settings.lockstep
     done, before = _SettledTickets(frontier), gate.state()
-    live, abandoned, attempts = [], [], dict(before.attempts)
+    live: list[GroupRecord] = []
+    given_up: list[GroupRecord] = []
+    attempts = dict(before.attempts)
     for record in sorted((*settled, *gate.live()), key=lambda record: record.ticket):
         if record.ticket in done:
             continue
@@ -47,13 +49,13 @@ def restored(
             live.append(_queued_again(record, step))
             continue
         attempts[record.ticket] = record.attempt + 1
-        if record.meta is not None or record.settled_at >= 0:
-            abandoned.append(record)
-    state = _state_at(before, frontier, attempts)
+        given_up.append(record)
+    state = _state_at(before, frontier, attempts, live)
     fresh = Gate.recovered(gate.settings, state, live, incarnation, now_s)
-    fresh.abandon(len(abandoned) + _abandoned(before.frontier) - _abandoned(frontier))
+    finished = sum(record.meta is not None or record.settled_at >= 0 for record in given_up)
+    fresh.abandon(finished + _abandoned(before.frontier) - _abandoned(frontier))
     fresh.fleet.forget_versions()
-    return fresh, abandoned
+    return fresh, given_up
 
 
 class _SettledTickets:
@@ -69,7 +71,7 @@ def _queued_again(record: GroupRecord, step: int) -> GroupRecord:
     return replace(record, state=GroupState.QUEUED, used_at=used_at, overtaken=0, settled_at=-1)
 
 
-def _state_at(before: GateState, frontier: Frontier, attempts: dict[int, int]) -> GateState:
+def _state_at(before: GateState, frontier: Frontier, attempts: dict[int, int], live: list[GroupRecord]) -> GateState:
     return msgspec.structs.replace(
         before,
         frontier=frontier,
@@ -81,6 +83,9 @@ def _state_at(before: GateState, frontier: Frontier, attempts: dict[int, int]) -
         overtakes={},
         lag_consumed={},
         attempts=attempts,
+        requeued=tuple(record.ticket for record in live),
+        inserted=len(live),
+        sampled=float(sum(record.uses for record in live)),
     )
 
 

@@ -22,7 +22,7 @@ from asyncrl.errors import ConfigError, DataError, QueueError
 from asyncrl.queue.sum_tree import SumTree
 from asyncrl.trajectory import GroupMeta
 
-__all__ = ["Freshest", "Prioritised", "Selection", "Uniform", "make_selection"]
+__all__ = ["MAX_PRIORITY", "Freshest", "Prioritised", "Selection", "Uniform", "make_selection"]
 
 KINDS = ("freshest", "uniform", "prioritised")
 MAX_PRIORITY = 1e9

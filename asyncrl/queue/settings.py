@@ -7,10 +7,12 @@ Source: design note, section 4; fault B49.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.queue.limiter import Limiter
 
 __all__ = ["GateSettings", "check_liveness", "least_staleness"]
 
@@ -89,8 +91,19 @@ class GateSettings:
         _check_combinations(self)
         if self.lockstep:
             _check_lockstep(self)
+        _check_bound(self)
+        self.new_limiter()
+
+    def new_limiter(self) -> Limiter | None:
+        """The limiter of an order other than ``fifo``, None for that; a buffer of 0 stands for the smallest that can live.
+
+        Raises:
+            ConfigError: the settings would deadlock, with the numbers.
+        """
         if self.order == "fifo":
-            _check_bound(self)
+            return None
+        rate, groups = self.samples_per_insert or float(self.max_uses), self.groups_per_step
+        return Limiter(rate, groups, self.error_buffer or (rate + groups) / 2, groups_per_step=groups, max_uses=self.max_uses)
 
     @classmethod
     def from_config(cls, config: Config, total_tickets: int | None, shard: int = 0) -> GateSettings:
@@ -152,7 +165,9 @@ def check_liveness(config: Config) -> None:
 
 
 def _check_bound(settings: GateSettings) -> None:
-    groups, window, every, uses = settings.groups_per_step, settings.window, settings.publish_every, settings.max_uses
+    groups, window, every = settings.groups_per_step, settings.window, settings.publish_every
+    # other orders drop what is too old, used or not
+    uses = settings.max_uses if settings.order == "fifo" else 1
     least = least_staleness(groups, window, every, uses)
     if settings.max_staleness < least:
         raise ConfigError(
@@ -183,6 +198,12 @@ def _check_combinations(settings: GateSettings) -> None:
             "queue.window=1: only order=fifo has stragglers to overtake",
         ),
         ("order", settings.order, settings.order != "fifo" and settings.lockstep, "queue.schedule=async: in lockstep batches go by ticket"),
+        (
+            "samples_per_insert",
+            settings.samples_per_insert,
+            settings.samples_per_insert > settings.max_uses,
+            f"queue.max_uses={math.ceil(settings.samples_per_insert)} or more, since a group pays for no more samples than it has uses",
+        ),
         (
             "shards",
             settings.shards,

@@ -1,184 +1,205 @@
-"""Binds the queue machine to the gate, alone and as shards that know nothing of each other. The machine is in ``queue_machine``."""
+"""Binds the queue machine to one broker without its socket: gate, journal, payload store, and a ledger in memory.
+
+After every request the journal commits, as the broker does before it replies, so that what is recovered is what was acknowledged.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import ClassVar
+from collections import Counter
+from typing import Any
 
-from queue_machine import BUDGET_GROUPS, DEAD_AFTER_S, DEADLINE_S, Driver, Shape
+import msgspec
+from queue_memory import MemoryLedger, MemoryLog
+from queue_model import Shape
 
 from asyncrl.config import Config
 from asyncrl.queue.gate import Gate
-from asyncrl.queue.messages import Frontier, QueueStatus
-from asyncrl.queue.records import Blocked, Issue
+from asyncrl.queue.journal import Journal
+from asyncrl.queue.messages import Frontier, Put, PutItem, QueueStatus
+from asyncrl.queue.opening import reopened
+from asyncrl.queue.puts import Puts
+from asyncrl.queue.records import Blocked, GroupRecord, Issue, LeaseGranted, Settled
 from asyncrl.queue.settings import GateSettings
+from asyncrl.queue.store import PayloadStore
 from asyncrl.trajectory import GroupMeta
 
-__all__ = ["GateDriver", "ShardedDriver", "gate_settings"]
+__all__ = ["BUDGET_GROUPS", "DEADLINE_S", "DEAD_AFTER_S", "GateDriver", "config_of"]
+
+DEADLINE_S = 50.0
+DEAD_AFTER_S = 20.0
+BUDGET_GROUPS = 2
+MAX_LOG = 40
 
 
-def gate_settings(shape: Shape, groups: int) -> GateSettings:
-    """Settings of a gate that owes ``groups`` slots a step."""
-    config = Config.model_validate(
+def config_of(shape: Shape) -> Config:
+    """Options of a run of that shape."""
+    return Config.model_validate(
         {
-            "algorithm": {"groups_per_step": groups, "no_signal_budget_groups": BUDGET_GROUPS},
+            "algorithm": {"groups_per_step": shape.groups, "no_signal_budget_groups": BUDGET_GROUPS},
             "queue": {
                 "max_staleness": shape.staleness,
                 "window": shape.window,
                 "ticket_deadline_s": DEADLINE_S,
                 "dead_after_s": DEAD_AFTER_S,
                 "max_queued_groups": shape.max_queued_groups,
+                "shards": shape.shards,
+                "order": shape.order,
+                "max_uses": shape.max_uses,
+                "samples_per_insert": shape.rate,
             },
             "sync": {"every": shape.every},
         }
     )
-    return GateSettings.from_config(config, shape.total)
 
 
 class GateDriver:
-    """One gate."""
+    """One shard of a queue; the only one, unless ``settings`` say otherwise.
 
-    ordered: ClassVar[bool] = True
+    Attributes:
+        settled: groups settled since they were last taken by the machine.
+    """
 
-    def __init__(self, settings: GateSettings, frontier: Frontier | None = None) -> None:
+    def __init__(self, settings: GateSettings, frontier: Frontier | None, incarnation: int) -> None:
         self.settings = settings
-        self.gate = Gate(settings, frontier)
+        self.settled: list[Settled] = []
+        self.alive = True
+        self._open(MemoryLedger(), MemoryLog(), incarnation)
+        self.gate = Gate(settings, frontier, incarnation)
+        self.write()
+
+    def _open(self, ledger: MemoryLedger, log: MemoryLog, incarnation: int) -> None:
+        self.ledger, self.log, self.incarnation = ledger, log, incarnation
+        self.store = PayloadStore("property", log)  # type: ignore[arg-type]
+        self.journal = Journal(self.store, ledger, synced=False, max_log_bytes=MAX_LOG)  # type: ignore[arg-type]
+        self._puts = Puts(self.store, Counter())
+
+    def reopened(self, frontier: Frontier, incarnation: int, now_s: float) -> GateDriver:
+        """A broker that starts over the same ledger: recovered, or restored to ``frontier`` if ``incarnation`` is a later one."""
+        other = object.__new__(GateDriver)
+        other.settings, other.settled, other.alive = self.settings, list(self.settled), True
+        ledger = MemoryLedger(self.ledger)
+        other._open(ledger, MemoryLog([row.place for row in ledger.rows() if row.place is not None]), incarnation)
+        other.gate = reopened(ledger.load(), other.store, other.journal, self.settings, frontier, incarnation, now_s)
+        other.write()
+        return other
+
+    def recovered(self, now_s: float) -> GateDriver:
+        """As it is when its process died and another one starts."""
+        return self.reopened(self.gate.frontier(), self.incarnation, now_s)
+
+    def write(self) -> None:
+        """Group commit."""
+        for settled in self.gate.take_settled():
+            self.settled.append(settled)
+            self.journal.settled(settled)
+        self.journal.commit(self.gate, self.incarnation)
+
+    # producers
 
     def hello(self, producer: str, now_s: float) -> None:
         self.gate.hello(producer, now_s)
+        self.write()
 
     def gone(self, producer: str, now_s: float) -> None:
         self.gate.producer_gone(producer, now_s)
+        self.write()
 
     def heartbeat(self, producer: str, version: int, now_s: float) -> None:
         self.gate.heartbeat(producer, version, {}, 0, now_s)
+        self.write()
 
     def issue(self, producer: str, version: int, now_s: float) -> Issue | Blocked:
-        return self.gate.issue(producer, version, now_s)
+        answer = self.gate.issue(producer, version, now_s)
+        self.write()
+        return answer
 
-    def finish(self, producer: str, meta: GroupMeta) -> str:
-        return self.gate.finish(producer, meta)
+    def finish(self, producer: str, meta: GroupMeta, now_s: float) -> str:
+        item = PutItem(meta=meta, checksum=meta.ticket, lengths=(meta.payload_bytes,))
+        outcome = self._puts.put(self.gate, producer, Put(groups=(item,)), [bytes(meta.payload_bytes)], now_s)[0]
+        self.write()
+        return outcome
 
     def fail(self, producer: str, ticket: int, attempt: int, final: bool) -> None:
         self.gate.fail(producer, ticket, attempt, "reward failed", final)
+        self.write()
+
+    def serves(self, ticket: int) -> bool:
+        return self.alive
+
+    # time, supervision, learner
 
     def expire(self, now_s: float) -> None:
         self.gate.expire(now_s)
+        self.write()
+
+    def stop(self) -> None:
+        self.gate.stop()
+        self.write()
 
     def fence(self, incarnation: int) -> None:
         self.gate.fence(incarnation)
+        self.write()
 
-    def lease(self, step: int, incarnation: int, now_s: float) -> tuple[GroupMeta, ...] | Blocked:
-        answer = self.gate.lease(step, incarnation, now_s)
-        return answer if isinstance(answer, Blocked) else answer.groups_G
+    def lease(self, step: int, incarnation: int, now_s: float, extra: int = 0) -> tuple[GroupMeta, ...] | Blocked:
+        answer = self.gate.lease(step, incarnation, now_s, extra)
+        self.write()
+        return answer.groups_G if isinstance(answer, LeaseGranted) else answer
 
-    def commit(self, step: int, incarnation: int) -> None:
-        self.gate.commit(step, incarnation)
+    def commit(self, step: int, incarnation: int, priorities: dict[int, float]) -> Frontier:
+        self.gate.commit(step, incarnation, priorities)
+        self.write()
+        return self.gate.frontier()
 
-    def give_back(self, step: int, incarnation: int) -> None:
-        self.gate.return_(step, incarnation)
+    def give_back(self, step: int, incarnation: int, damaged: list[tuple[int, int, str]]) -> None:
+        self.gate.return_(step, incarnation, damaged)
+        self.write()
 
-    def frontiers(self) -> tuple[Frontier, ...]:
-        return (self.gate.frontier(),)
+    def checkpointed(self, steps: int) -> None:
+        self.journal.checkpointed(steps)
+        self.write()
 
-    def statuses(self) -> tuple[QueueStatus, ...]:
-        return (self.gate.status(),)
+    def restored(self, frontier: Frontier, incarnation: int, now_s: float, keep: bool) -> GateDriver:
+        """The next start of the run, from a checkpoint; without ``keep`` the queue's folder is gone."""
+        if keep:
+            other = self.reopened(frontier, incarnation, now_s)
+            other.settled = []
+            return other
+        return GateDriver(self.settings, frontier, incarnation)
 
-    def restored(self, frontiers: tuple[Frontier, ...]) -> GateDriver:
-        return GateDriver(self.settings, frontiers[0])
+    # what the machine looks at
 
-    def recovered(self) -> GateDriver | None:
-        """Nothing is written by this gate."""
-        return None
+    def brokers(self) -> list[GateDriver]:
+        return [self]
 
-    def picture(self) -> object:
-        status = {name: value for name, value in _fields(self.gate.status()).items() if name != "blocked"}
-        return status, self.gate.frontier()
+    def live(self) -> list[GroupRecord]:
+        return list(self.gate.live())
 
+    def status(self) -> QueueStatus:
+        return self.gate.status()
 
-class ShardedDriver:
-    """A gate for each shard. Ticket ``t`` of the queue is ticket ``t // shards`` of shard ``t % shards``.
+    def picture(self) -> dict[str, Any]:
+        """All that must be equal between a broker and one that is recovered from its rows, or before and after what changes nothing."""
+        book, status = self.gate._book, msgspec.structs.asdict(self.gate.status())
+        del status["blocked"]
+        return {
+            "state": self.gate.state(),
+            "live": [_facts(record) for record in self.gate.live()],
+            "status": status,
+            "slots": (book.slots_ahead, self.gate._admission.index(), self.gate._admission.last_step(self.gate._admission.index())),
+            "held": {name: sorted(tickets) for name, tickets in book._held.items() if tickets},
+            "again": list(book._again),
+            "has_said": {name: record.has_said for name, record in self.gate.fleet._records.items()},
+            "draws": [book.selection.sample(3, step) for step in (0, 7)] if book.selection is not None else [],
+            "settled": {record.ticket: self._settled_facts(record) for record in self.journal.records()},
+            "payloads": sorted(self.store._payloads),
+            "dead": bool(self.gate.fleet.obituary()),
+        }
 
-    The learner takes of each shard what that one owes; a lease is there when all are.
-    """
-
-    ordered: ClassVar[bool] = True
-
-    def __init__(self, shape: Shape, shards: list[Driver]) -> None:
-        self.shape = shape
-        self.shards = shards
-        self._next = 0
-
-    def hello(self, producer: str, now_s: float) -> None:
-        for shard in self.shards:
-            shard.hello(producer, now_s)
-
-    def gone(self, producer: str, now_s: float) -> None:
-        for shard in self.shards:
-            shard.gone(producer, now_s)
-
-    def heartbeat(self, producer: str, version: int, now_s: float) -> None:
-        for shard in self.shards:
-            shard.heartbeat(producer, version, now_s)
-
-    def issue(self, producer: str, version: int, now_s: float) -> Issue | Blocked:
-        answer: Issue | Blocked = Blocked(reason="")
-        for _ in self.shards:
-            number, self._next = self._next, (self._next + 1) % len(self.shards)
-            answer = self.shards[number].issue(producer, version, now_s)
-            if isinstance(answer, Issue):
-                return dataclasses.replace(answer, ticket=answer.ticket * len(self.shards) + number)
-        return answer
-
-    def finish(self, producer: str, meta: GroupMeta) -> str:
-        local, shard = divmod(meta.ticket, len(self.shards))
-        return self.shards[shard].finish(producer, dataclasses.replace(meta, ticket=local))
-
-    def fail(self, producer: str, ticket: int, attempt: int, final: bool) -> None:
-        local, shard = divmod(ticket, len(self.shards))
-        self.shards[shard].fail(producer, local, attempt, final)
-
-    def expire(self, now_s: float) -> None:
-        for shard in self.shards:
-            shard.expire(now_s)
-
-    def fence(self, incarnation: int) -> None:
-        for shard in self.shards:
-            shard.fence(incarnation)
-
-    def lease(self, step: int, incarnation: int, now_s: float) -> tuple[GroupMeta, ...] | Blocked:
-        batch: list[GroupMeta] = []
-        for number, shard in enumerate(self.shards):
-            answer = shard.lease(step, incarnation, now_s)
-            if isinstance(answer, Blocked):
-                return answer
-            batch += [dataclasses.replace(meta, ticket=meta.ticket * len(self.shards) + number) for meta in answer]
-        return tuple(batch)
-
-    def commit(self, step: int, incarnation: int) -> None:
-        for shard in self.shards:
-            shard.commit(step, incarnation)
-
-    def give_back(self, step: int, incarnation: int) -> None:
-        for shard in self.shards:
-            shard.give_back(step, incarnation)
-
-    def frontiers(self) -> tuple[Frontier, ...]:
-        return tuple(frontier for shard in self.shards for frontier in shard.frontiers())
-
-    def statuses(self) -> tuple[QueueStatus, ...]:
-        return tuple(status for shard in self.shards for status in shard.statuses())
-
-    def restored(self, frontiers: tuple[Frontier, ...]) -> ShardedDriver:
-        return ShardedDriver(self.shape, [shard.restored((frontier,)) for shard, frontier in zip(self.shards, frontiers, strict=True)])
-
-    def recovered(self) -> ShardedDriver | None:
-        shards = [shard.recovered() for shard in self.shards]
-        return None if None in shards else ShardedDriver(self.shape, [shard for shard in shards if shard is not None])
-
-    def picture(self) -> object:
-        return tuple(shard.picture() for shard in self.shards)
+    def _settled_facts(self, record: GroupRecord) -> dict[str, Any]:
+        unknown = {"state"} if record.ticket in self.store else {"state", "meta"}
+        return {name: value for name, value in _facts(record).items() if name not in unknown}
 
 
-def _fields(status: QueueStatus) -> dict[str, object]:
-    return {name: getattr(status, name) for name in status.__struct_fields__}
+def _facts(record: GroupRecord) -> dict[str, Any]:
+    """Without what starts anew after a recovery, on another clock."""
+    return {name: getattr(record, name) for name in GroupRecord.__slots__ if name not in ("deadline_s", "queued_s")}

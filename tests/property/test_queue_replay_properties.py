@@ -99,7 +99,7 @@ EIGHTHS = st.integers(2, 48).map(lambda number: Fraction(number, 8))
 
 
 def new_limiter(rate: Fraction, least: int, buffer: Fraction, groups: int, uses: int) -> Limiter:
-    return Limiter(float(rate), least, float(buffer), groups_per_step=groups, max_uses=uses, capacity_groups=10_000)
+    return Limiter(float(rate), least, float(buffer), groups_per_step=groups, max_uses=uses)
 
 
 @PROFILE

@@ -215,3 +215,22 @@ def test_b31_a_version_that_falls_within_a_life_or_over_a_restart_is_an_error() 
         gate.issue(A, 0, 2.0)
     assert ask(gate, 3).not_before_version == 3
     assert gate.status().generator_tokens == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"order": "uniform", "error_buffer": 2.0}, r"queue.error_buffer >= .* = 2\.5; met 2"),
+        ({"order": "freshest", "max_uses": 2, "samples_per_insert": 2.5}, r"samples_per_insert=2\.5 needs queue.max_uses=3 or more"),
+        ({"max_uses": 1, "samples_per_insert": 1.5}, "needs queue.max_uses=2 or more"),
+    ],
+)
+def test_a_ratio_of_samples_to_inserts_that_would_block_is_refused_when_the_config_is_read(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_liveness(options(4, 3, **changes))
+
+
+def test_an_order_that_drops_what_is_too_old_still_needs_groups_that_are_not() -> None:
+    check_liveness(options(4, 2, every=3, order="freshest", max_uses=3))
+    with pytest.raises(ConfigError, match="met 1"):
+        check_liveness(options(4, 1, every=3, order="freshest"))

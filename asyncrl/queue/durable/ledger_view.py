@@ -104,6 +104,10 @@ class LedgerView:
         values = () if before_step is None else (before_step,)
         return tuple(decode_group_row(*row) for row in self.read(f"{_ROWS} {where} ORDER BY g.ticket", *values))
 
+    def bare_rows(self) -> tuple[GroupRow, ...]:
+        """Settled groups without payload."""
+        return tuple(decode_group_row(*row) for row in self.read(f"{_ROWS} WHERE p.ticket IS NULL AND {_SETTLED} ORDER BY g.ticket"))
+
     def row(self, ticket: int) -> GroupRow | None:
         """The row of a ticket, if there is one."""
         found = self.read(f"{_ROWS} WHERE g.ticket = ?", ticket)

@@ -91,6 +91,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         live: groups neither trained nor dropped, in ticket order; kept: settled ones whose payload is kept.
+        bare: settled ones without payload that a restore may still ask for.
         steps: kept steps, ascending; state: as last written; branch: number of restores so far.
     """
 
@@ -99,3 +100,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[StepRow, ...]
     state: bytes
     branch: int
+    bare: tuple[GroupRow, ...] = ()
