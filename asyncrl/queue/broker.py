@@ -14,6 +14,7 @@ Source: design note, sections 3 and 4; fault B56.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ from asyncrl.queue.messages import (
     Request,
     TicketRequest,
 )
+from asyncrl.queue.puts import worth_saying
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Arrival, Session, Sessions
 from asyncrl.queue.waiting import Waiting, WaitingRoom
@@ -50,11 +52,10 @@ BURST = 128
 RECEIVE_HWM = 16
 SEND_HWM = 1000
 LINGER_MS = 1000
-MAX_NAME = 128
 MAX_VIOLATIONS = 256
 MAX_VIOLATORS = 4096
 SAY_EVERY_S = 10.0
-SAY_FIRST = 8
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Broker:
@@ -192,13 +193,13 @@ class Broker:
             raise SchemaError(f"this queue speaks protocol {PROTOCOL_VERSION}; met {envelope.protocol}: upgrade the older side")
         if envelope.run_id != self._facts.run_id:
             raise QueueError(
-                f"this queue serves run {self._facts.run_id}; met a request for run {envelope.run_id[:MAX_NAME]}: check the endpoint"
+                f"this queue serves run {self._facts.run_id}; met a request for run {envelope.run_id[:80]!r}: check the endpoint"
             )
-        if not 1 <= len(envelope.sender) <= MAX_NAME:
-            raise SchemaError(f"a sender's name has 1 to {MAX_NAME} characters; met {len(envelope.sender)}")
+        if not _NAME.fullmatch(envelope.sender):
+            raise SchemaError(f"a sender's name has 1 to 128 letters, digits, '_', '.' or '-'; met {envelope.sender[:80]!r}")
 
     def _greet(self, envelope: Envelope, identity: bytes, hello: Hello, now_s: float) -> None:
-        if self._sessions.greeted(envelope, identity):
+        if self._sessions.greeted(envelope, identity) and self._service.remembers(envelope.sender, hello.role):
             self._reply(identity, [encode(Reply(sequence=envelope.sequence, body=self._service.welcome()))])
             return
         welcome = self._service.greet(envelope.sender, hello, now_s)
@@ -274,7 +275,7 @@ class Broker:
         number = self._service.refused[kind] = self._service.refused[kind] + 1
         if isinstance(error, SchemaError | QueueError):
             self._count_violation(identity, error)
-        if number <= SAY_FIRST or not number & (number - 1):
+        if worth_saying(number):
             log.warning("refused (%s, %d so far): %s", kind, number, error)
         return Refused(kind=kind, message=str(error))
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import errors
+from asyncrl.bounds import Count
 from asyncrl.errors import AsyncRLError, QueueError, SchemaError
 from asyncrl.queue.messages import PROTOCOL_VERSION, Refused, Reply, ReplyBody, Request, RequestBody
 
@@ -29,10 +30,10 @@ _reply_decoder = msgspec.msgpack.Decoder(Reply)
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a request that every protocol version must have; read before anything else."""
 
-    protocol: int
+    protocol: Count
     run_id: str
     sender: str
-    sequence: int
+    sequence: Count
 
 
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
