@@ -120,7 +120,7 @@ def test_requests_and_replies_survive_the_wire() -> None:
 
 def test_numbers_that_no_queue_counts_to_are_refused_when_they_are_decoded() -> None:
     def put(**changes: object) -> None:
-        meta = meta_of(Issue(ticket=0, attempt=0, not_before_version=0), 0)
+        meta = meta_of(Issue(ticket=0, attempt=0, not_before_version=0, exact_version=-1), 0)
         item = PutItem(meta=meta, checksum=1, lengths=(8,))
         body = msgspec.to_builtins(Request(protocol=PROTOCOL_VERSION, run_id="r", sender="s", sequence=0, body=Put(groups=(item,))))
         body["body"]["groups"][0].update({k: v for k, v in changes.items() if k in ("checksum", "lengths")})
