@@ -52,7 +52,9 @@ class ModelConfig(Group):
 class TaskConfig(Group):
     """Prompts and rewards."""
 
-    name: Literal["sums", "copy", "reasoning_gym", "jsonl", "parquet"] = option("copy", "where prompts come from")
+    name: Literal["sums", "copy", "reasoning_gym", "jsonl", "parquet", "none"] = option(
+        "copy", "where prompts come from; none: tickets without prompts, for `asyncrl queue serve` and trainers with data of their own"
+    )
     path: str = option("", "file of prompts, for jsonl and parquet")
     prompt_key: str = option("prompt", "column of the prompt in a jsonl file")
     label_key: str = option("label", "column of the answer in a jsonl file")

@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.queue.settings import check_liveness
 from asyncrl.tasks import check_task
 
-__all__ = ["check_config", "check_model", "device_of", "num_gpus"]
+__all__ = ["check_config", "check_model", "check_ports", "device_of", "num_gpus"]
 
 
 def check_config(config: Config) -> None:
@@ -31,7 +31,7 @@ def check_config(config: Config) -> None:
     check_liveness(config)
     _check_batch(config)
     _check_devices(config)
-    _check_ports(config)
+    check_ports(config)
     _check_interpreter(config)
     check_task(config)
 
@@ -101,7 +101,12 @@ def _check_devices(config: Config) -> None:
         )
 
 
-def _check_ports(config: Config) -> None:
+def check_ports(config: Config) -> None:
+    """Whether the ports of queue and sync are free.
+
+    Raises:
+        ConfigError: one is not.
+    """
     if config.queue.transport != "tcp" or config.queue.port == 0:
         return
     for port in range(config.queue.port, config.queue.port + config.queue.shards + 1):

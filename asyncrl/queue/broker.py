@@ -14,6 +14,7 @@ Source: design note, sections 3 and 4; fault B56.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 from collections import OrderedDict
@@ -64,12 +65,13 @@ class Broker:
     Args:
         service: answers requests.
         endpoint: where to listen.
+        patient: serve on however long nobody speaks to it.
 
     Raises:
         QueueError: the endpoint cannot be bound.
     """
 
-    def __init__(self, config: Config, facts: RunFacts, service: QueueService, endpoint: str) -> None:
+    def __init__(self, config: Config, facts: RunFacts, service: QueueService, endpoint: str, *, patient: bool = False) -> None:
         self._facts = facts
         self._endpoint = endpoint
         self._service = service
@@ -81,7 +83,7 @@ class Broker:
         self._violations: OrderedDict[bytes, int] = OrderedDict()
         self._disk_full = ""
         self._longest_wait_s = config.queue.dead_after_s
-        self._silence_s = config.generator.start_timeout_s + config.queue.dead_after_s
+        self._silence_s = math.inf if patient else config.generator.start_timeout_s + config.queue.dead_after_s
         self._heard_s = self._said_s = self._ticked_s = time.monotonic()
         self.ending = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

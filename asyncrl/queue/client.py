@@ -13,11 +13,12 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunFacts
+from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError
 from asyncrl.queue.arena import Arena
 from asyncrl.queue.connection import START_TIMEOUT_S
@@ -70,6 +71,12 @@ class Producer:
             raise
         arena = Arena(facts.run_id, name, config.queue.max_queued_mib << 20) if config.queue.payload == "shm" else None
         return cls(links, arena)
+
+    @classmethod
+    async def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S) -> Producer:
+        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it. Raises DataError if it is none."""
+        directory = RunDir(run_dir)
+        return await cls.connect(directory.read_config(), directory.read_facts(), name, timeout_s)
 
     async def tickets(self, version: int, n: int, wait_s: float) -> Tickets:
         """Up to ``n`` tickets for the committed ``version``; none with ``blocked`` when the gate stayed shut for ``wait_s``.
@@ -224,6 +231,12 @@ class Observer:
                 link.close()
             raise
         return cls(links)
+
+    @classmethod
+    def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it. Raises DataError if it is none."""
+        directory = RunDir(run_dir)
+        return cls.connect(directory.read_config(), directory.read_facts(), name, timeout_s)
 
     def status(self) -> QueueStatus:
         """Counts of the moment, all shards together."""
