@@ -28,6 +28,7 @@ from asyncrl.config.compose import compose, override
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.preflight import check_ports
+from asyncrl.launch.reaper import die_with_parent
 from asyncrl.launch.start import check_same_prompts, endpoints
 from asyncrl.queue.settings import check_liveness
 from asyncrl.tasks import new_source
@@ -117,7 +118,7 @@ def _serve_shards(run_dir: RunDir, shards: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end)
     command = (sys.executable, "-m", "asyncrl.queue", str(run_dir.path), "--patient", "--shard")
-    brokers = [subprocess.Popen([*command, str(shard)], stdin=subprocess.PIPE) for shard in range(shards)]
+    brokers = [subprocess.Popen([*command, str(shard)], preexec_fn=die_with_parent) for shard in range(shards)]
     try:
         while not asked and all(broker.poll() is None for broker in brokers):
             time.sleep(POLL_S)

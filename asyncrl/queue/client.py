@@ -18,10 +18,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunDir, RunFacts
+from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError
 from asyncrl.queue.arena import Arena
-from asyncrl.queue.connection import START_TIMEOUT_S
+from asyncrl.queue.connection import START_TIMEOUT_S, run_of
 from asyncrl.queue.consumer import Consumer
 from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone, Put, PutItem, QueueStatus, Role, Stop, Tickets
 from asyncrl.queue.observing import ObserverLink, merged_status
@@ -74,9 +74,13 @@ class Producer:
 
     @classmethod
     async def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S) -> Producer:
-        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it. Raises DataError if it is none."""
-        directory = RunDir(run_dir)
-        return await cls.connect(directory.read_config(), directory.read_facts(), name, timeout_s)
+        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it; waits for both up to ``timeout_s``.
+
+        Raises:
+            DataError: it is no run directory.
+        """
+        config, facts = await asyncio.to_thread(run_of, run_dir, timeout_s)
+        return await cls.connect(config, facts, name, timeout_s)
 
     async def tickets(self, version: int, n: int, wait_s: float) -> Tickets:
         """Up to ``n`` tickets for the committed ``version``; none with ``blocked`` when the gate stayed shut for ``wait_s``.
@@ -234,9 +238,12 @@ class Observer:
 
     @classmethod
     def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S) -> Self:
-        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it. Raises DataError if it is none."""
-        directory = RunDir(run_dir)
-        return cls.connect(directory.read_config(), directory.read_facts(), name, timeout_s)
+        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it; waits for both up to ``timeout_s``.
+
+        Raises:
+            DataError: it is no run directory.
+        """
+        return cls.connect(*run_of(run_dir, timeout_s), name, timeout_s)
 
     def status(self) -> QueueStatus:
         """Counts of the moment, all shards together."""

@@ -11,24 +11,38 @@ from __future__ import annotations
 
 import time
 import uuid
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import zmq
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunFacts
+from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout, SchemaError, UnknownSession
 from asyncrl.queue.messages import Frontier, Hello, Refused, RequestBody, Role, Welcome
 from asyncrl.queue.wire import Dialogue
 
-__all__ = ["FULL_PAUSE_S", "START_TIMEOUT_S", "BlockingClient", "dialogue_for", "expect", "no_answer", "open_socket"]
+__all__ = ["FULL_PAUSE_S", "START_TIMEOUT_S", "BlockingClient", "dialogue_for", "expect", "no_answer", "open_socket", "run_of"]
 
 START_TIMEOUT_S = 120.0
 FULL_PAUSE_S = 0.02
+START_PAUSE_S = 0.1
 SEND_HWM = 64
 
 R = TypeVar("R")
+
+
+def run_of(run_dir: Path | str, timeout_s: float) -> tuple[Config, RunFacts]:
+    """Options and facts of a run directory; waits up to ``timeout_s`` for a start that is still writing them.
+
+    Raises:
+        DataError: there are none.
+    """
+    directory, deadline_s = RunDir(run_dir), time.monotonic() + timeout_s
+    while not directory.facts_file.exists() and time.monotonic() < deadline_s:
+        time.sleep(START_PAUSE_S)
+    return directory.read_config(), directory.read_facts()
 
 
 def dialogue_for(config: Config, facts: RunFacts, name: str, shard: int) -> Dialogue:

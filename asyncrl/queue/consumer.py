@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Self
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunDir, RunFacts
+from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout
-from asyncrl.queue.connection import START_TIMEOUT_S, BlockingClient, expect
+from asyncrl.queue.connection import START_TIMEOUT_S, BlockingClient, expect, run_of
 from asyncrl.queue.ledger import merge_frontiers
 from asyncrl.queue.messages import (
     Checkpointed,
@@ -133,8 +133,7 @@ class Consumer:
     @classmethod
     def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S, restore: Frontier | None = None) -> Self:
         """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it; see :meth:`connect`."""
-        directory = RunDir(run_dir)
-        return cls.connect(directory.read_config(), directory.read_facts(), name, timeout_s, restore)
+        return cls.connect(*run_of(run_dir, timeout_s), name, timeout_s, restore)
 
     def lease(self, step: int, wait_s: float) -> Lease:
         """The batch of training step ``step``; empty with ``blocked`` when it was not ready within ``wait_s``.

@@ -87,7 +87,7 @@ class Puts:
         if wanted and outcome != "accepted":
             self._store.settle(ticket, retain=False)
         elif not wanted:
-            self._store.unkept(item)
+            self._store.unkept(item, sender)
         return outcome
 
 

@@ -319,3 +319,15 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
         service.close()
         other.write("still open")
     assert (tmp_path / "other").read_text() == "still open"
+
+
+@pytest.mark.parametrize("segment", ["nowhere", "asyncrl-r.q.generator-1.0", "a.b"])
+def test_a_refused_put_releases_no_segment_but_the_senders_own(tmp_path: Path, segment: str) -> None:
+    service = new_service(tmp_path)
+    (ticket,) = tickets(service, 1)
+    group = group_for(ticket, attempt=7)
+    item = m.PutItem(meta=group.meta(64), checksum=1, lengths=(64,), segment=segment)
+    answer = say(service, PRODUCER, m.Put(groups=(item,)))
+    assert answer.outcomes[0].startswith("refused: ") and answer.released == ()
+    for owner in ("nowhere", "generator-1", "a", ""):
+        assert service._store.take_released(owner) == ()
