@@ -1,7 +1,7 @@
 """A producer and a trainer of your own, over a queue that ``asyncrl queue serve`` runs. No model, no GPU: a table of 10 x 10 logits.
 
-    asyncrl queue serve /tmp/q task.name=none algorithm.groups_per_step=8 queue.max_staleness=2 &
-    python examples/own_trainer.py /tmp/q --steps 60
+    asyncrl queue serve /tmp/q task.name=none algorithm.groups_per_step=8 algorithm.no_signal=keep &
+    python examples/own_trainer.py /tmp/q --steps 20
 
 The task: answer ticket t with token t % 10. The producer samples eight answers a ticket; the trainer takes policy-gradient steps.
 Kill this process or the queue and start it again: no group is lost or trained twice. The two functions may as well run in two
@@ -92,7 +92,7 @@ def train(run_dir: Path, policy: Policy, steps: int) -> None:
 async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     policy = Policy(options.run_dir / "policy.json")
     producing = asyncio.create_task(produce(options.run_dir, policy))

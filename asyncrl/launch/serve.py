@@ -27,7 +27,7 @@ from asyncrl.config import Config
 from asyncrl.config.compose import compose, override
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import ConfigError
-from asyncrl.launch.preflight import check_ports
+from asyncrl.launch.preflight import check_keys, check_ports
 from asyncrl.launch.reaper import die_with_parent
 from asyncrl.launch.start import check_same_prompts, endpoints
 from asyncrl.queue.settings import check_liveness
@@ -37,7 +37,7 @@ __all__ = ["prepare_serve", "serve"]
 
 POLL_S = 0.2
 STOP_S = 10.0
-ADDRESS = ("transport", "port", "shards")
+ADDRESS = ("transport", "host", "port", "shards")
 
 
 def serve(path: Path, overrides: Sequence[str], checkpoint: Path | None = None) -> int:
@@ -77,6 +77,7 @@ def prepare_serve(path: Path, overrides: Sequence[str], checkpoint: Path | None 
         check_same_prompts(run_dir.read_config(), config)
     check_liveness(config)
     check_ports(config)
+    check_keys(config)
     new_source(config)
     facts = _next_facts(run_dir, config, old, checkpoint)
     run_dir.write_config(config)

@@ -96,12 +96,15 @@ def endpoints(config: Config, run_id: str) -> list[str]:
     shards, first = config.queue.shards, config.queue.port
     if config.queue.transport == "ipc":
         return [f"ipc://{scratch}/sync", *(f"ipc://{scratch}/queue-{n}" for n in range(shards))]
-    return [f"tcp://127.0.0.1:{first + n if first else _free_port()}" for n in range(shards + 1)]
+    return [f"tcp://{config.queue.host}:{first + n if first else _free_port(config.queue.host)}" for n in range(shards + 1)]
 
 
-def _free_port() -> int:
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(f"queue.host is an address of this machine; {host} cannot be bound ({error.strerror})") from error
         return int(probe.getsockname()[1])
 
 

@@ -19,13 +19,16 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, DiskFull, QueueError, SchemaError
+from asyncrl.errors import AsyncRLError, ConfigError, DiskFull, QueueError, SchemaError
+from asyncrl.queue.curve import Guard, key_holder, secure_server
+from asyncrl.queue.keys import SERVER_NAME, check_exposure
 from asyncrl.queue.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -68,7 +71,7 @@ class Broker:
         patient: serve on however long nobody speaks to it.
 
     Raises:
-        QueueError: the endpoint cannot be bound.
+        QueueError: the endpoint cannot be bound. ConfigError: its keys cannot be used.
     """
 
     def __init__(self, config: Config, facts: RunFacts, service: QueueService, endpoint: str, *, patient: bool = False) -> None:
@@ -88,7 +91,8 @@ class Broker:
         self.ending = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._bind(config.queue.max_message_mib << 20)
+        self._guard: Guard | None = None
+        self._bind(config.queue.max_message_mib << 20, config.queue.keys)
 
     def run(self) -> int:
         """Serves until it is told to end. Returns 0, or 1 when nobody spoke to it for too long."""
@@ -98,8 +102,7 @@ class Broker:
                     return 1
             self._commit()
         finally:
-            self._socket.close(linger=LINGER_MS)
-            self._context.term()
+            self._close(LINGER_MS)
             self._service.close()
         return 0
 
@@ -107,7 +110,7 @@ class Broker:
         """One burst; True when nobody has spoken for too long."""
         if self._disk_full:
             time.sleep(TICK_S)
-        elif self._socket.poll(int(TICK_S * 1000)):
+        elif self._poll():
             self._drain()
         now_s = time.monotonic()
         if now_s - self._ticked_s >= TICK_S:
@@ -138,7 +141,24 @@ class Broker:
         for identity, frames in outbox:
             self._send(identity, frames)
 
-    def _bind(self, max_message_bytes: int) -> None:
+    def _poll(self) -> bool:
+        """Waits for a message, and lets newcomers in meanwhile."""
+        if self._guard is None:
+            return bool(self._socket.poll(int(TICK_S * 1000)))
+        ready = dict(self._poller.poll(int(TICK_S * 1000)))
+        self._guard.answer(time.monotonic())
+        self._service.refused.update(self._guard.refused)
+        self._guard.refused.clear()
+        return self._socket in ready
+
+    def _close(self, linger_ms: int) -> None:
+        if self._guard is None:
+            self._socket.close(linger=linger_ms)
+        else:
+            self._guard.close(linger_ms)
+        self._context.term()
+
+    def _bind(self, max_message_bytes: int, keys: str) -> None:
         for name, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),
@@ -149,10 +169,18 @@ class Broker:
         ):
             self._socket.setsockopt(name, value)
         try:
+            check_exposure(self._endpoint, keys)
+            if keys:
+                self._guard = secure_server(self._socket, self._context, Path(keys), SERVER_NAME)
+                self._poller = zmq.Poller()
+                for socket in (self._socket, *self._guard.sockets):
+                    self._poller.register(socket, zmq.POLLIN)
             self._socket.bind(self._endpoint)
+        except ConfigError:
+            self._close(0)
+            raise
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
+            self._close(0)
             raise QueueError(f"the queue listens at {self._endpoint}, which cannot be bound: {error}") from error
 
     def _drain(self) -> None:
@@ -162,10 +190,11 @@ class Broker:
             except zmq.Again:
                 return
             self._heard_s = time.monotonic()
-            self.receive(frames[0].bytes, [frame.buffer for frame in frames[1:]], self._heard_s)
+            holder = key_holder(frames[-1]) if self._guard is not None else None
+            self.receive(frames[0].bytes, [frame.buffer for frame in frames[1:]], self._heard_s, holder)
 
-    def receive(self, identity: bytes, frames: list[Any], now_s: float) -> None:
-        """One message: answered, put among those that wait, or refused and counted."""
+    def receive(self, identity: bytes, frames: list[Any], now_s: float, holder: str | None = None) -> None:
+        """One message: answered, put among those that wait, or refused and counted. ``holder``: of the key that it came under."""
         if self._violations.get(identity, 0) >= MAX_VIOLATIONS:
             self._service.refused["cut_off"] += 1
             return
@@ -175,7 +204,7 @@ class Broker:
                 raise SchemaError("a request has a header frame; met none")
             envelope = decode_envelope(frames[0])
             sequence = envelope.sequence
-            self._check_envelope(envelope)
+            self._check_envelope(envelope, holder)
             request = decode_request(frames[0])
             if isinstance(request.body, Hello):
                 self._greet(envelope, identity, request.body, now_s)
@@ -190,7 +219,7 @@ class Broker:
         elif arrival is not Arrival.WAITING:
             self._first_look(session, request, frames[1:], now_s)
 
-    def _check_envelope(self, envelope: Envelope) -> None:
+    def _check_envelope(self, envelope: Envelope, holder: str | None) -> None:
         if envelope.protocol != PROTOCOL_VERSION:
             raise SchemaError(f"this queue speaks protocol {PROTOCOL_VERSION}; met {envelope.protocol}: upgrade the older side")
         if envelope.run_id != self._facts.run_id:
@@ -199,6 +228,8 @@ class Broker:
             )
         if not _NAME.fullmatch(envelope.sender):
             raise SchemaError(f"a sender's name has 1 to 128 letters, digits, '_', '.' or '-'; met {envelope.sender[:80]!r}")
+        if holder is not None and holder != envelope.sender:
+            raise QueueError(f"a sender has the name of its key; {envelope.sender} came under the key of {holder or 'nobody'}")
 
     def _greet(self, envelope: Envelope, identity: bytes, hello: Hello, now_s: float) -> None:
         if self._sessions.greeted(envelope, identity) and self._service.remembers(envelope.sender, hello.role):
