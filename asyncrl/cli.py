@@ -8,6 +8,7 @@ asyncrl eval MODEL task=sums …                      score a held-out set greed
 asyncrl config [GROUP]                              list options: meaning, unit, default, range
 asyncrl keys DIR NAME…                              make CURVE keys for a queue that other machines reach
 asyncrl queue ls|show|verify|tail RUN               look into the queue of a run, live or dead
+asyncrl queue serve DIR [name=value …]              a queue by itself, for trainers of your own
 asyncrl bench NAME [--json FILE]                    measure against a floor and against peers
 """
 

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from asyncrl.bounds import Count
 from asyncrl.errors import SchemaError
 from asyncrl.trajectory_frames import SCHEMA, SCHEMA_VERSION, Buffer, write_frames
 from asyncrl.trajectory_reader import read_rows
@@ -159,16 +160,16 @@ class GroupMeta:
     """
 
     group_id: str
-    ticket: int
-    attempt: int
-    incarnation: int
+    ticket: Count
+    attempt: Count
+    incarnation: Count
     generator: str
-    lengths_N: tuple[int, ...]
-    prompt_lengths_N: tuple[int, ...]
-    sampled_tokens_N: tuple[int, ...]
+    lengths_N: tuple[Count, ...]
+    prompt_lengths_N: tuple[Count, ...]
+    sampled_tokens_N: tuple[Count, ...]
     rewards_N: tuple[float, ...]
-    tokens_by_version: dict[int, int]
-    payload_bytes: int = 0
+    tokens_by_version: dict[Count, Count]
+    payload_bytes: Count = 0
 
     @property
     def oldest_version(self) -> int:

@@ -25,7 +25,7 @@ from asyncrl.errors import SchemaError
 from asyncrl.queue import messages as m
 from asyncrl.queue.__main__ import new_broker
 from asyncrl.queue.broker import Broker
-from asyncrl.queue.wire import decode_envelope
+from asyncrl.queue.wire import decode_envelope, decode_request
 from benchmarks.queue_fuzz import RUN_ID, header, put_of
 from benchmarks.queue_mutator import Good
 
@@ -184,6 +184,7 @@ class BrokerTarget:
         """Whether the broker keeps its answer to this number of this session: then it says it again and counts nothing."""
         try:
             envelope = decode_envelope(frames[0])
+            decode_request(frames[0])  # what cannot be read is refused before its number is looked at
         except (IndexError, SchemaError):
             return False
         session = self._broker._sessions._sessions.get(envelope.sender)

@@ -16,6 +16,7 @@ from asyncrl.config.effects import check_effects
 from asyncrl.config.names import check_name
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
+from asyncrl.queue.keys import check_network
 
 __all__ = ["compose", "config_folder", "override", "to_yaml"]
 
@@ -90,13 +91,18 @@ def validate(values: Any) -> Config:
         ConfigError: one line for each option that is wrong: name, rule, value met.
     """
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
         lines = [
             f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'][:1].lower()}{item['msg'][1:]}; met {item['input']!r}"
             for item in error.errors()
         ]
         raise ConfigError("; ".join(lines)) from error
+    check_network(config.queue)
+    if not config.queue.keys:
+        return config
+    keys = str(Path(config.queue.keys).expanduser().absolute())  # processes of the run may work elsewhere
+    return config.model_copy(update={"queue": config.queue.model_copy(update={"keys": keys})})
 
 
 def to_yaml(config: Config) -> str:

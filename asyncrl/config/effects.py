@@ -38,6 +38,7 @@ RULES = (
     Rule("queue.window", lambda c: c.queue.schedule == "lockstep", "lockstep trains in ticket order"),
     Rule("queue.last_batch", lambda c: c.task.epochs == 0, "task.epochs=0 has no last batch"),
     Rule("queue.port", lambda c: c.queue.transport == "ipc", "queue.transport=ipc uses no port"),
+    Rule("queue.host", lambda c: c.queue.transport == "ipc", "queue.transport=ipc listens at no address"),
     Rule("queue.max_log_mib", lambda c: c.queue.durability == "memory", "queue.durability=memory writes no log"),
     Rule("queue.samples_per_insert", lambda c: c.queue.order == "fifo", "queue.order=fifo uses each group max_uses times"),
     Rule("queue.error_buffer", lambda c: c.queue.order == "fifo", "queue.order=fifo has no limiter"),

@@ -52,7 +52,9 @@ class ModelConfig(Group):
 class TaskConfig(Group):
     """Prompts and rewards."""
 
-    name: Literal["sums", "copy", "reasoning_gym", "jsonl", "parquet"] = option("copy", "where prompts come from")
+    name: Literal["sums", "copy", "reasoning_gym", "jsonl", "parquet", "none"] = option(
+        "copy", "where prompts come from; none: tickets without prompts, for `asyncrl queue serve` and trainers with data of their own"
+    )
     path: str = option("", "file of prompts, for jsonl and parquet")
     prompt_key: str = option("prompt", "column of the prompt in a jsonl file")
     label_key: str = option("label", "column of the answer in a jsonl file")
@@ -178,7 +180,9 @@ class QueueConfig(Group):
     samples_per_insert: float = option(0.0, "uses that a group pays for in the long run; 0: max_uses", ge=0)
     error_buffer: float = option(0.0, "uses by which that ratio may be off; 0: the least that cannot block", ge=0)
     priority_exponent: float = option(1.0, "chance of a group goes with its priority to this power", ge=0, le=4)
-    port: int = option(0, "first of the loopback ports of transport=tcp, one for sync and one a broker; 0: any free ones", ge=0, le=65534)
+    host: str = option("127.0.0.1", "address of this machine at which transport=tcp listens, and that clients connect to")
+    keys: str = option("", "folder of CURVE keys that `asyncrl keys` made, each client under the name of its key; empty: none")
+    port: int = option(0, "first of the ports of transport=tcp, one for sync and one a broker; 0: any free ones", ge=0, le=65534)
 
 
 class SyncConfig(Group):

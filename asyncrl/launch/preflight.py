@@ -11,15 +11,17 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, UnsupportedError
+from asyncrl.queue.keys import SERVER_NAME, is_local, public_keys, read_secret
 from asyncrl.queue.settings import check_liveness
 from asyncrl.tasks import check_task
 
-__all__ = ["check_config", "check_model", "device_of", "num_gpus"]
+__all__ = ["check_config", "check_model", "check_ports", "device_of", "num_gpus"]
 
 
 def check_config(config: Config) -> None:
@@ -29,9 +31,14 @@ def check_config(config: Config) -> None:
         ConfigError: the rule, the values met, the fix.
     """
     check_liveness(config)
+    _check_host(config)
+    check_keys(
+        config,
+        ["driver", *(f"learner-{n}" for n in range(config.learner.ranks)), *(f"generator-{n}" for n in range(config.generator.replicas))],
+    )
     _check_batch(config)
     _check_devices(config)
-    _check_ports(config)
+    check_ports(config)
     _check_interpreter(config)
     check_task(config)
 
@@ -101,16 +108,45 @@ def _check_devices(config: Config) -> None:
         )
 
 
-def _check_ports(config: Config) -> None:
+def check_ports(config: Config) -> None:
+    """Whether the ports of queue and sync are free.
+
+    Raises:
+        ConfigError: one is not.
+    """
     if config.queue.transport != "tcp" or config.queue.port == 0:
         return
     for port in range(config.queue.port, config.queue.port + config.queue.shards + 1):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((config.queue.host, port))
             except OSError as error:
                 raise ConfigError(f"queue.port: {port} is not free ({error.strerror}): choose another, or 0") from error
+
+
+def check_keys(config: Config, clients: Sequence[str] = ()) -> None:
+    """Whether the queue and these clients have keys, where keys are asked for.
+
+    Raises:
+        ConfigError: a key that is missing, malformed or readable by others; a client that would not be let in.
+    """
+    if not config.queue.keys:
+        return
+    folder = Path(config.queue.keys)
+    for name in (SERVER_NAME, *clients):
+        read_secret(folder, name)
+    strangers = sorted(set(clients) - set(public_keys(folder / "allowed")[0].values()))
+    if strangers:
+        raise ConfigError(f"{folder / 'allowed'} has the public key of each client; {', '.join(strangers)} is missing: copy it there")
+
+
+def _check_host(config: Config) -> None:
+    if config.queue.transport == "tcp" and not is_local(f"tcp://{config.queue.host}:0"):
+        raise UnsupportedError(
+            f"training listens on this machine alone, since weights go out without keys; met queue.host={config.queue.host}: "
+            "leave it at 127.0.0.1, or run `asyncrl queue serve` for trainers of your own"
+        )
 
 
 def _check_interpreter(config: Config) -> None:

@@ -87,7 +87,8 @@ def reap() -> dict[int, int]:
     return codes
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For a child between fork and exec: kill -9 when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -105,7 +106,7 @@ def main(arguments: list[str]) -> int:
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
     print(child.pid, flush=True)
     segments: set[str] = set()

@@ -23,7 +23,7 @@ FIXED = (
     *(f"task.{name}" for name in TaskConfig.model_fields if name not in ("reward_timeout_s", "eval_size")),
 )  # fmt: skip
 
-__all__ = ["model_cache", "prepare_resume", "prepare_run"]
+__all__ = ["check_same_prompts", "endpoints", "model_cache", "prepare_resume", "prepare_run"]
 
 
 def prepare_run(config: Config) -> RunDir:
@@ -57,7 +57,7 @@ def prepare_resume(run_dir: RunDir, config: Config) -> RunDir:
     old = run_dir.read_facts()
     run_dir.lock()
     _check_not_alive(run_dir)
-    _check_same_prompts(run_dir.read_config(), config)
+    check_same_prompts(run_dir.read_config(), config)
     check_config(config)
     checkpoint = run_dir.latest_checkpoint()
     model_dir = prepare_model(config.model, model_cache())
@@ -75,21 +75,13 @@ def model_cache() -> Path:
 
 
 def _facts(config: Config, run_id: str, incarnation: int, model_dir: Path, checkpoint: Path | None) -> RunFacts:
-    scratch = scratch_folder(run_id)
-    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
-    shards = config.queue.shards
-    if config.queue.transport == "tcp":
-        first = config.queue.port
-        ports = [first + n if first else _free_port() for n in range(shards + 1)]
-        sync, *brokers = (f"tcp://127.0.0.1:{port}" for port in ports)
-    else:
-        sync, *brokers = (f"ipc://{scratch}/sync", *(f"ipc://{scratch}/queue-{n}" for n in range(shards)))
+    sync, *brokers = endpoints(config, run_id)
     return RunFacts(
         run_id=run_id,
         incarnation=incarnation,
         queue_endpoints=tuple(brokers),
         sync_endpoint=sync,
-        rendezvous=f"file://{scratch}/rendezvous-{incarnation}",
+        rendezvous=f"file://{scratch_folder(run_id)}/rendezvous-{incarnation}",
         model_dir=str(model_dir),
         generator_device=device_of(config.generator.device),
         learner_device=device_of(config.learner.device),
@@ -97,13 +89,26 @@ def _facts(config: Config, run_id: str, incarnation: int, model_dir: Path, check
     )
 
 
-def _free_port() -> int:
+def endpoints(config: Config, run_id: str) -> list[str]:
+    """Where sync and then each broker listen; makes the folder of their sockets."""
+    scratch = scratch_folder(run_id)
+    scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shards, first = config.queue.shards, config.queue.port
+    if config.queue.transport == "ipc":
+        return [f"ipc://{scratch}/sync", *(f"ipc://{scratch}/queue-{n}" for n in range(shards))]
+    return [f"tcp://{config.queue.host}:{first + n if first else _free_port(config.queue.host)}" for n in range(shards + 1)]
+
+
+def _free_port(host: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        try:
+            probe.bind((host, 0))
+        except OSError as error:
+            raise ConfigError(f"queue.host is an address of this machine; {host} cannot be bound ({error.strerror})") from error
         return int(probe.getsockname()[1])
 
 
-def _check_same_prompts(old: Config, new: Config) -> None:
+def check_same_prompts(old: Config, new: Config) -> None:
     """A frontier counts tickets, and ticket n is prompt n: what decides that may not change in mid-run."""
     before, after = old.model_dump(), new.model_dump()
     changed = [name for name in FIXED if _value(before, name) != _value(after, name)]

@@ -18,7 +18,7 @@ from types import FrameType
 import msgspec
 
 from asyncrl.config.run_dir import RunDir, RunFacts, write_atomic
-from asyncrl.errors import AsyncRLError, DataError, QueueError
+from asyncrl.errors import AsyncRLError, DataError
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.messages import Frontier
 from asyncrl.queue.opening import open_queue
@@ -35,10 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m asyncrl.queue", description="The versioned queue of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--shard", type=int, default=0, help="which of queue.shards brokers")
+    parser.add_argument("--patient", action="store_true", help="serve on however long nobody speaks to it")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s queue %(levelname)s %(message)s")
     try:
-        broker = new_broker(RunDir(options.run_dir), options.shard)
+        broker = new_broker(RunDir(options.run_dir), options.shard, patient=options.patient)
         _end_on_signal(broker)
         return broker.run()
     except AsyncRLError as error:
@@ -61,7 +62,7 @@ def restored_frontier(facts: RunFacts) -> Frontier | None:
         raise DataError(f"a checkpoint has a manifest.json with the queue's frontier; {manifest}: {error!r}") from error
 
 
-def new_broker(run_dir: RunDir, shard: int = 0) -> Broker:
+def new_broker(run_dir: RunDir, shard: int = 0, *, patient: bool = False) -> Broker:
     """A broker over what its run directory holds, listening.
 
     Raises:
@@ -78,8 +79,8 @@ def new_broker(run_dir: RunDir, shard: int = 0) -> Broker:
     service = QueueService(opened, TicketPrompts(source, config.task.seed, config.queue.ticket_deadline_s), run_dir, facts.incarnation)
     endpoint = facts.queue_endpoints[shard]
     try:
-        broker = Broker(config, facts, service, endpoint)
-    except QueueError:
+        broker = Broker(config, facts, service, endpoint, patient=patient)
+    except AsyncRLError:
         service.close()
         raise
     log.info("listening at %s, incarnation %d, from step %d", endpoint, facts.incarnation, opened.gate.frontier().steps)

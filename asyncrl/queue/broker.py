@@ -14,16 +14,21 @@ Source: design note, sections 3 and 4; fault B56.
 from __future__ import annotations
 
 import logging
+import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import zmq
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, DiskFull, QueueError, SchemaError
+from asyncrl.errors import AsyncRLError, ConfigError, DiskFull, QueueError, SchemaError
+from asyncrl.queue.curve import Guard, key_holder, secure_server
+from asyncrl.queue.keys import SERVER_NAME, check_exposure
 from asyncrl.queue.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -36,6 +41,7 @@ from asyncrl.queue.messages import (
     Request,
     TicketRequest,
 )
+from asyncrl.queue.puts import worth_saying
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Arrival, Session, Sessions
 from asyncrl.queue.waiting import Waiting, WaitingRoom
@@ -50,11 +56,10 @@ BURST = 128
 RECEIVE_HWM = 16
 SEND_HWM = 1000
 LINGER_MS = 1000
-MAX_NAME = 128
 MAX_VIOLATIONS = 256
 MAX_VIOLATORS = 4096
 SAY_EVERY_S = 10.0
-SAY_FIRST = 8
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Broker:
@@ -63,12 +68,13 @@ class Broker:
     Args:
         service: answers requests.
         endpoint: where to listen.
+        patient: serve on however long nobody speaks to it.
 
     Raises:
-        QueueError: the endpoint cannot be bound.
+        QueueError: the endpoint cannot be bound. ConfigError: its keys cannot be used.
     """
 
-    def __init__(self, config: Config, facts: RunFacts, service: QueueService, endpoint: str) -> None:
+    def __init__(self, config: Config, facts: RunFacts, service: QueueService, endpoint: str, *, patient: bool = False) -> None:
         self._facts = facts
         self._endpoint = endpoint
         self._service = service
@@ -80,12 +86,13 @@ class Broker:
         self._violations: OrderedDict[bytes, int] = OrderedDict()
         self._disk_full = ""
         self._longest_wait_s = config.queue.dead_after_s
-        self._silence_s = config.generator.start_timeout_s + config.queue.dead_after_s
+        self._silence_s = math.inf if patient else config.generator.start_timeout_s + config.queue.dead_after_s
         self._heard_s = self._said_s = self._ticked_s = time.monotonic()
         self.ending = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._bind(config.queue.max_message_mib << 20)
+        self._guard: Guard | None = None
+        self._bind(config.queue.max_message_mib << 20, config.queue.keys)
 
     def run(self) -> int:
         """Serves until it is told to end. Returns 0, or 1 when nobody spoke to it for too long."""
@@ -95,8 +102,7 @@ class Broker:
                     return 1
             self._commit()
         finally:
-            self._socket.close(linger=LINGER_MS)
-            self._context.term()
+            self._close(LINGER_MS)
             self._service.close()
         return 0
 
@@ -104,7 +110,7 @@ class Broker:
         """One burst; True when nobody has spoken for too long."""
         if self._disk_full:
             time.sleep(TICK_S)
-        elif self._socket.poll(int(TICK_S * 1000)):
+        elif self._poll():
             self._drain()
         now_s = time.monotonic()
         if now_s - self._ticked_s >= TICK_S:
@@ -135,7 +141,24 @@ class Broker:
         for identity, frames in outbox:
             self._send(identity, frames)
 
-    def _bind(self, max_message_bytes: int) -> None:
+    def _poll(self) -> bool:
+        """Waits for a message, and lets newcomers in meanwhile."""
+        if self._guard is None:
+            return bool(self._socket.poll(int(TICK_S * 1000)))
+        ready = dict(self._poller.poll(int(TICK_S * 1000)))
+        self._guard.answer(time.monotonic())
+        self._service.refused.update(self._guard.refused)
+        self._guard.refused.clear()
+        return self._socket in ready
+
+    def _close(self, linger_ms: int) -> None:
+        if self._guard is None:
+            self._socket.close(linger=linger_ms)
+        else:
+            self._guard.close(linger_ms)
+        self._context.term()
+
+    def _bind(self, max_message_bytes: int, keys: str) -> None:
         for name, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),
@@ -146,10 +169,18 @@ class Broker:
         ):
             self._socket.setsockopt(name, value)
         try:
+            check_exposure(self._endpoint, keys)
+            if keys:
+                self._guard = secure_server(self._socket, self._context, Path(keys), SERVER_NAME)
+                self._poller = zmq.Poller()
+                for socket in (self._socket, *self._guard.sockets):
+                    self._poller.register(socket, zmq.POLLIN)
             self._socket.bind(self._endpoint)
+        except ConfigError:
+            self._close(0)
+            raise
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
-            self._context.term()
+            self._close(0)
             raise QueueError(f"the queue listens at {self._endpoint}, which cannot be bound: {error}") from error
 
     def _drain(self) -> None:
@@ -159,10 +190,11 @@ class Broker:
             except zmq.Again:
                 return
             self._heard_s = time.monotonic()
-            self.receive(frames[0].bytes, [frame.buffer for frame in frames[1:]], self._heard_s)
+            holder = key_holder(frames[-1]) if self._guard is not None else None
+            self.receive(frames[0].bytes, [frame.buffer for frame in frames[1:]], self._heard_s, holder)
 
-    def receive(self, identity: bytes, frames: list[Any], now_s: float) -> None:
-        """One message: answered, put among those that wait, or refused and counted."""
+    def receive(self, identity: bytes, frames: list[Any], now_s: float, holder: str | None = None) -> None:
+        """One message: answered, put among those that wait, or refused and counted. ``holder``: of the key that it came under."""
         if self._violations.get(identity, 0) >= MAX_VIOLATIONS:
             self._service.refused["cut_off"] += 1
             return
@@ -172,7 +204,7 @@ class Broker:
                 raise SchemaError("a request has a header frame; met none")
             envelope = decode_envelope(frames[0])
             sequence = envelope.sequence
-            self._check_envelope(envelope)
+            self._check_envelope(envelope, holder)
             request = decode_request(frames[0])
             if isinstance(request.body, Hello):
                 self._greet(envelope, identity, request.body, now_s)
@@ -187,18 +219,20 @@ class Broker:
         elif arrival is not Arrival.WAITING:
             self._first_look(session, request, frames[1:], now_s)
 
-    def _check_envelope(self, envelope: Envelope) -> None:
+    def _check_envelope(self, envelope: Envelope, holder: str | None) -> None:
         if envelope.protocol != PROTOCOL_VERSION:
             raise SchemaError(f"this queue speaks protocol {PROTOCOL_VERSION}; met {envelope.protocol}: upgrade the older side")
         if envelope.run_id != self._facts.run_id:
             raise QueueError(
-                f"this queue serves run {self._facts.run_id}; met a request for run {envelope.run_id[:MAX_NAME]}: check the endpoint"
+                f"this queue serves run {self._facts.run_id}; met a request for run {envelope.run_id[:80]!r}: check the endpoint"
             )
-        if not 1 <= len(envelope.sender) <= MAX_NAME:
-            raise SchemaError(f"a sender's name has 1 to {MAX_NAME} characters; met {len(envelope.sender)}")
+        if not _NAME.fullmatch(envelope.sender):
+            raise SchemaError(f"a sender's name has 1 to 128 letters, digits, '_', '.' or '-'; met {envelope.sender[:80]!r}")
+        if holder is not None and holder != envelope.sender:
+            raise QueueError(f"a sender has the name of its key; {envelope.sender} came under the key of {holder or 'nobody'}")
 
     def _greet(self, envelope: Envelope, identity: bytes, hello: Hello, now_s: float) -> None:
-        if self._sessions.greeted(envelope, identity):
+        if self._sessions.greeted(envelope, identity) and self._service.remembers(envelope.sender, hello.role):
             self._reply(identity, [encode(Reply(sequence=envelope.sequence, body=self._service.welcome()))])
             return
         welcome = self._service.greet(envelope.sender, hello, now_s)
@@ -274,7 +308,7 @@ class Broker:
         number = self._service.refused[kind] = self._service.refused[kind] + 1
         if isinstance(error, SchemaError | QueueError):
             self._count_violation(identity, error)
-        if number <= SAY_FIRST or not number & (number - 1):
+        if worth_saying(number):
             log.warning("refused (%s, %d so far): %s", kind, number, error)
         return Refused(kind=kind, message=str(error))
 

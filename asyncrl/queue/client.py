@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError
 from asyncrl.queue.arena import Arena
-from asyncrl.queue.connection import START_TIMEOUT_S
+from asyncrl.queue.connection import START_TIMEOUT_S, run_of
 from asyncrl.queue.consumer import Consumer
 from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone, Put, PutItem, QueueStatus, Role, Stop, Tickets
 from asyncrl.queue.observing import ObserverLink, merged_status
@@ -70,6 +71,16 @@ class Producer:
             raise
         arena = Arena(facts.run_id, name, config.queue.max_queued_mib << 20) if config.queue.payload == "shm" else None
         return cls(links, arena)
+
+    @classmethod
+    async def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S) -> Producer:
+        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it; waits for both up to ``timeout_s``.
+
+        Raises:
+            DataError: it is no run directory.
+        """
+        config, facts = await asyncio.to_thread(run_of, run_dir, timeout_s)
+        return await cls.connect(config, facts, name, timeout_s)
 
     async def tickets(self, version: int, n: int, wait_s: float) -> Tickets:
         """Up to ``n`` tickets for the committed ``version``; none with ``blocked`` when the gate stayed shut for ``wait_s``.
@@ -224,6 +235,15 @@ class Observer:
                 link.close()
             raise
         return cls(links)
+
+    @classmethod
+    def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S) -> Self:
+        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it; waits for both up to ``timeout_s``.
+
+        Raises:
+            DataError: it is no run directory.
+        """
+        return cls.connect(*run_of(run_dir, timeout_s), name, timeout_s)
 
     def status(self) -> QueueStatus:
         """Counts of the moment, all shards together."""

@@ -5,6 +5,7 @@ asyncrl queue ls RUN                     one line a group
 asyncrl queue show RUN TICKET            everything about one
 asyncrl queue verify RUN                 checksums and counts; exit code 1 if something is wrong
 asyncrl queue tail RUN                   commits and refusals as they come
+asyncrl queue serve DIR [name=value …]   a queue by itself, for trainers of your own
 
 Loads nothing heavy until a command runs.
 """
@@ -29,7 +30,8 @@ def add_commands(subparsers: Any) -> None:
     keys.add_argument("folder", metavar="DIR", help="folder of key files; made if it is not there")
     keys.add_argument("names", nargs="+", metavar="NAME", help="one for the server and one for each process that may speak with it")
     keys.set_defaults(command=_keys)
-    queue = subparsers.add_parser("queue", help="look into the queue of a run, live or dead").add_subparsers(required=True, metavar="WHAT")
+    looks = subparsers.add_parser("queue", help="look into the queue of a run, live or dead, or serve one")
+    queue = looks.add_subparsers(required=True, metavar="WHAT")
     ls = _inspection(queue, "ls", "one line a group", _ls)
     ls.add_argument("--state", choices=STATES, help="groups in this state; without it all that are neither trained nor dropped")
     ls.add_argument("--limit", type=int, default=1000, metavar="N", help="at most so many groups (1000)")
@@ -40,6 +42,12 @@ def add_commands(subparsers: Any) -> None:
     tail.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
     tail.add_argument("--last", type=int, default=10, metavar="N", help="commits shown at first (10)")
     tail.add_argument("--seconds", type=float, default=0.0, metavar="S", help="end after so long; 0: when interrupted (0)")
+
+    serve = queue.add_parser("serve", help="run a queue in the foreground, for trainers of your own")
+    serve.add_argument("run", type=Path, metavar="DIR", help="run directory; made if it is not there, and gone on with if it is")
+    serve.add_argument("overrides", nargs="*", metavar="name=value")
+    serve.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="start again from the frontier in FOLDER/manifest.json")
+    serve.set_defaults(command=_serve)
 
 
 def _inspection(queue: Any, name: str, text: str, command: Any) -> argparse.ArgumentParser:
@@ -126,6 +134,12 @@ def _tail(options: argparse.Namespace) -> int:
         line = json.dumps(msgspec.to_builtins(each)) if options.json else f"{clock}  shard {each.shard}  {each.kind:<8}{each.text}"
         print(line, flush=True)
     return 0
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from asyncrl.launch.serve import serve
+
+    return serve(options.run, options.overrides, options.checkpoint)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

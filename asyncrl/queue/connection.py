@@ -11,38 +11,67 @@ from __future__ import annotations
 
 import time
 import uuid
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import zmq
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, PeerTimeout, SchemaError, UnknownSession
+from asyncrl.config.run_dir import RunDir, RunFacts
+from asyncrl.errors import AsyncRLError, ConfigError, PeerTimeout, SchemaError, UnknownSession
+from asyncrl.queue.curve import secure_client
+from asyncrl.queue.keys import SERVER_NAME
 from asyncrl.queue.messages import Frontier, Hello, Refused, RequestBody, Role, Welcome
 from asyncrl.queue.wire import Dialogue
 
-__all__ = ["FULL_PAUSE_S", "START_TIMEOUT_S", "BlockingClient", "dialogue_for", "expect", "no_answer", "open_socket"]
+__all__ = ["FULL_PAUSE_S", "START_TIMEOUT_S", "BlockingClient", "dialogue_for", "expect", "no_answer", "open_socket", "run_of"]
 
 START_TIMEOUT_S = 120.0
 FULL_PAUSE_S = 0.02
+START_PAUSE_S = 0.1
 SEND_HWM = 64
 
 R = TypeVar("R")
 
 
+def run_of(run_dir: Path | str, timeout_s: float) -> tuple[Config, RunFacts]:
+    """Options and facts of a run directory; waits up to ``timeout_s`` for a start that is still writing them.
+
+    Raises:
+        DataError: there are none.
+    """
+    directory, deadline_s = RunDir(run_dir), time.monotonic() + timeout_s
+    while not directory.facts_file.exists() and time.monotonic() < deadline_s:
+        time.sleep(START_PAUSE_S)
+    return directory.read_config(), directory.read_facts()
+
+
 def dialogue_for(config: Config, facts: RunFacts, name: str, shard: int) -> Dialogue:
     """The conversation of ``name`` with a broker of this run."""
     return Dialogue(
-        endpoint=facts.queue_endpoints[shard], run_id=facts.run_id, sender=name, max_message_bytes=config.queue.max_message_mib << 20
+        endpoint=facts.queue_endpoints[shard],
+        run_id=facts.run_id,
+        sender=name,
+        max_message_bytes=config.queue.max_message_mib << 20,
+        keys=config.queue.keys,
     )
 
 
 def open_socket(socket: zmq.Socket[Any], dialogue: Dialogue) -> None:
-    """Sets identity, limits and linger, and connects.
+    """Sets identity, keys, limits and linger, and connects; closes the socket if its keys cannot be used.
 
     Every request is acknowledged, so nothing needs to linger when a client closes.
+
+    Raises:
+        ConfigError: a key that is missing, malformed or, if secret, readable by others.
     """
+    if dialogue.keys:
+        try:
+            secure_client(socket, Path(dialogue.keys), dialogue.sender, SERVER_NAME)
+        except ConfigError:
+            socket.close(linger=0)
+            raise
     # the identity is that of this process's life, so that a second process under the same name is told apart
     socket.setsockopt(zmq.IDENTITY, f"{dialogue.sender}.{uuid.uuid4().hex}".encode())
     socket.setsockopt(zmq.LINGER, 0)
@@ -54,9 +83,10 @@ def open_socket(socket: zmq.Socket[Any], dialogue: Dialogue) -> None:
 
 def no_answer(dialogue: Dialogue, body: RequestBody, waited_s: float) -> PeerTimeout:
     """The error of a request whose deadline passed."""
+    keys = f", and whether it lets in the key of {dialogue.sender} in {dialogue.keys}" if dialogue.keys else ""
     return PeerTimeout(
         f"the queue at {dialogue.endpoint} answers within {waited_s:.1f} s; {type(body).__name__} of {dialogue.sender} got no "
-        "answer: look at the queue's log",
+        f"answer: look at the queue's log{keys}",
         endpoint=dialogue.endpoint,
         sender=dialogue.sender,
     )

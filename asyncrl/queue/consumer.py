@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,7 +20,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout
-from asyncrl.queue.connection import START_TIMEOUT_S, BlockingClient, expect
+from asyncrl.queue.connection import START_TIMEOUT_S, BlockingClient, expect, run_of
 from asyncrl.queue.ledger import merge_frontiers
 from asyncrl.queue.messages import (
     Checkpointed,
@@ -132,6 +133,11 @@ class Consumer:
             raise
         shares = [share_of(config.algorithm.groups_per_step, shard, number) for shard in range(number)]
         return cls(links, shares, facts.run_id, config.queue.max_uses)
+
+    @classmethod
+    def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S, restore: Frontier | None = None) -> Self:
+        """Connects to the queue of a run directory, as ``asyncrl queue serve`` makes it; see :meth:`connect`."""
+        return cls.connect(*run_of(run_dir, timeout_s), name, timeout_s, restore)
 
     def lease(self, step: int, wait_s: float) -> Lease:
         """The batch of training step ``step``; empty with ``blocked`` when it was not ready within ``wait_s``.

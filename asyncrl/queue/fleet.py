@@ -1,6 +1,7 @@
 """What the gate knows of its producers: version, life, tokens. Pure; the clock is passed in.
 
-Versions said by one name never fall, over restarts too: a fall means that weights went backwards (fault B31).
+Versions said by one name never fall, over restarts too: a fall means that weights went backwards (fault B31). Names are
+bounded: the dead of longest ago are forgotten when room is needed, and their tokens are counted on under one entry.
 
 Source: design note, sections 2 and 4; faults B31, B51.
 """
@@ -10,10 +11,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from asyncrl.errors import VersionError
+from asyncrl.bounds import MAX_TOTAL_TOKENS
+from asyncrl.errors import QueueError, VersionError
 from asyncrl.queue.records import ProducerMemory
 
 __all__ = ["Fleet", "ProducerRecord"]
+
+MAX_PRODUCERS = 4096
+FORGOTTEN = "(forgotten)"  # no sender can have this name
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,19 +37,39 @@ class ProducerRecord:
 
 
 class Fleet:
-    """All producers that ever said hello."""
+    """The producers that said hello, at most ``limit`` at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = MAX_PRODUCERS) -> None:
+        self._limit = limit
         self._records: dict[str, ProducerRecord] = {}
         self._left: ProducerRecord | None = None
         self.deaths = 0
 
     def hello(self, name: str, now_s: float) -> None:
-        """A producer, or a new life of one, is there."""
+        """A producer, or a new life of one, is there.
+
+        Raises:
+            QueueError: a new name, and as many producers as the queue can know are alive.
+        """
+        if name not in self._records and len(self._records) >= self._limit:
+            self._make_room(name)
         record = self._records.setdefault(name, ProducerRecord(name=name, seen_s=now_s))
         record.alive, record.seen_s, record.in_flight, record.has_said = True, now_s, {}, False
         record.trouble = ""
-        record.tokens_before, record.tokens = record.tokens_before + record.tokens, 0
+        record.tokens_before, record.tokens = min(record.tokens_before + record.tokens, MAX_TOTAL_TOKENS), 0
+
+    def _make_room(self, newcomer: str) -> None:
+        """Forgets the one that died first; its tokens stay counted."""
+        dead = [record for record in self._records.values() if not record.alive and record.name != FORGOTTEN]
+        if not dead:
+            raise QueueError(
+                f"a queue knows up to {self._limit} living producers; {newcomer} would be one more: end some, or use more brokers",
+                producer=newcomer,
+            )
+        gone = min(dead, key=lambda record: record.seen_s)
+        del self._records[gone.name]
+        total = self._records.setdefault(FORGOTTEN, ProducerRecord(name=FORGOTTEN, seen_s=gone.seen_s, alive=False))
+        total.tokens_before = min(total.tokens_before + gone.tokens_before + gone.tokens, MAX_TOTAL_TOKENS)
 
     def remembered(self) -> dict[str, ProducerMemory]:
         """What the next process must know of every name."""
@@ -140,6 +165,10 @@ class Fleet:
     def knows(self, name: str) -> bool:
         """Whether the producer said hello and is alive."""
         return name in self._records and self._records[name].alive
+
+    def remembers(self, name: str) -> bool:
+        """Whether the producer said hello and was not forgotten since, alive or dead."""
+        return name in self._records
 
     def version(self, name: str) -> int:
         """The version that it committed last, -1 before it said one."""

@@ -18,13 +18,15 @@ import stat
 from collections.abc import Sequence
 from pathlib import Path
 
+from asyncrl.config.schema import QueueConfig
 from asyncrl.errors import ConfigError
 
-__all__ = ["check_exposure", "make_keys", "public_keys", "read_public", "read_secret"]
+__all__ = ["check_exposure", "check_network", "is_local", "make_keys", "public_keys", "read_public", "read_secret"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 _KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LONGEST_FILE_BYTES = 4096
+SERVER_NAME = "queue"
 
 
 def make_keys(folder: Path, names: Sequence[str]) -> list[Path]:
@@ -115,7 +117,7 @@ def check_exposure(endpoint: str, keys: str) -> None:
     Example:
         >>> check_exposure("tcp://127.0.0.1:5555", "")
     """
-    if keys or _is_local(endpoint):
+    if keys or is_local(endpoint):
         return
     raise ConfigError(
         f"a socket that other machines can reach lets in known keys alone; met {endpoint} and no queue.keys: make keys with "
@@ -123,7 +125,24 @@ def check_exposure(endpoint: str, keys: str) -> None:
     )
 
 
-def _is_local(endpoint: str) -> bool:
+def check_network(queue: QueueConfig) -> None:
+    """Whether a queue with these options may listen where it is to, and can be reached there.
+
+    Raises:
+        ConfigError: other machines would reach it without keys, its clients would be told no address, or payload could not travel.
+    """
+    if queue.transport == "ipc":
+        return
+    if queue.host in ("*", "0.0.0.0", "::", "[::]"):  # noqa: S104 - it is refused
+        raise ConfigError(f"queue.host is the address that clients connect to; met {queue.host}: name one address of this machine")
+    endpoint = f"tcp://{queue.host}:{queue.port}"
+    check_exposure(endpoint, queue.keys)
+    if queue.payload == "shm" and not is_local(endpoint):
+        raise ConfigError(f"shared memory does not reach other machines; met queue.host={queue.host}: set queue.payload=inline")
+
+
+def is_local(endpoint: str) -> bool:
+    """Whether only processes of this machine can reach an endpoint."""
     scheme, _, address = endpoint.partition("://")
     if scheme in ("ipc", "inproc"):
         return True

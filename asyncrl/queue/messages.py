@@ -3,7 +3,8 @@
 A request is one msgpack header frame (:class:`Request`) and, for :class:`Put`, the payload frames of the groups
 that travel inline, in order. A reply is one :class:`Reply` frame and, for :class:`Payloads`, payload frames
 likewise. The frames of a group, put end to end, are one Arrow IPC stream. Requests carry a per-sender sequence number
-that rises by one; the broker refuses a gap, answers a repeat from memory, and never uses a pickle.
+that rises by one; the broker refuses a gap, answers a repeat from memory, and never uses a pickle. Numbers of requests
+are bounded when they are decoded (:mod:`asyncrl.bounds`).
 
 Source: design note, sections 3 and 4.
 """
@@ -14,6 +15,7 @@ import enum
 
 import msgspec
 
+from asyncrl.bounds import Checksum, Count, Priority, Seconds, TokensByVersion, TotalTokens
 from asyncrl.trajectory import SCHEMA_VERSION, GroupMeta
 
 PROTOCOL_VERSION = 2
@@ -66,11 +68,11 @@ class Frontier(msgspec.Struct, frozen=True, kw_only=True):
     ``steps`` training steps are committed; ``trained`` and ``dropped`` count groups, ``admitted`` their sum.
     """
 
-    steps: int
-    low: int
-    settled_above: tuple[int, ...]
-    trained: int
-    dropped: dict[str, int]
+    steps: Count
+    low: Count
+    settled_above: tuple[Count, ...]
+    trained: Count
+    dropped: dict[str, Count]
 
 
 class LagHistogram(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,8 +122,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """
 
     role: Role
-    incarnation: int = 0
-    schema: int = SCHEMA_VERSION
+    incarnation: Count = 0
+    schema: Count = SCHEMA_VERSION
     again: bool = False
     restore: Frontier | None = None
 
@@ -129,9 +131,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
 class TicketRequest(msgspec.Struct, frozen=True, kw_only=True, tag="ticket_request"):
     """Up to ``max_tickets`` tickets for a producer that has committed ``version``; waits up to ``wait_s``."""
 
-    version: int
-    max_tickets: int
-    wait_s: float
+    version: Count
+    max_tickets: Count
+    wait_s: Seconds
 
 
 class PutItem(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,8 +144,8 @@ class PutItem(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     meta: GroupMeta
-    checksum: int
-    lengths: tuple[int, ...]
+    checksum: Checksum
+    lengths: tuple[Count, ...]
     segment: str = ""
 
 
@@ -156,8 +158,8 @@ class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
 class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
     """A ticket that could not be finished; ``final`` drops it as unusable instead of issuing it again."""
 
-    ticket: int
-    attempt: int
+    ticket: Count
+    attempt: Count
     reason: str
     final: bool = False
 
@@ -165,9 +167,9 @@ class Fail(msgspec.Struct, frozen=True, kw_only=True, tag="fail"):
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="heartbeat"):
     """A producer is alive: its committed version, tokens in flight by version, tokens sampled so far."""
 
-    version: int
-    in_flight: dict[int, int]
-    sampled_tokens: int
+    version: Count
+    in_flight: TokensByVersion
+    sampled_tokens: TotalTokens
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lease_request"):
@@ -176,16 +178,16 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lease_request
     ``extra``: groups beyond this shard's share that may fill the place of others; they are never waited for.
     """
 
-    step: int
-    incarnation: int
-    wait_s: float
-    extra: int = 0
+    step: Count
+    incarnation: Count
+    wait_s: Seconds
+    extra: Count = 0
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
     """Payloads of leased groups."""
 
-    tickets: tuple[int, ...]
+    tickets: tuple[Count, ...]
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit"):
@@ -194,9 +196,9 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit"):
     ``priorities`` of tickets that are used again, for ``queue.order=prioritised``.
     """
 
-    step: int
-    incarnation: int
-    priorities: dict[int, float] = {}
+    step: Count
+    incarnation: Count
+    priorities: dict[Count, Priority] = {}
 
 
 class Return(msgspec.Struct, frozen=True, kw_only=True, tag="return"):
@@ -205,16 +207,16 @@ class Return(msgspec.Struct, frozen=True, kw_only=True, tag="return"):
     ``damaged``: groups whose payload did not agree with its checksum or its metadata, with the reason; they are issued again.
     """
 
-    step: int
-    incarnation: int
-    damaged: tuple[tuple[int, int, str], ...] = ()
+    step: Count
+    incarnation: Count
+    damaged: tuple[tuple[Count, Count, str], ...] = ()
 
 
 class Checkpointed(msgspec.Struct, frozen=True, kw_only=True, tag="checkpointed"):
     """No checkpoint older than ``oldest_step`` will be restored: payload kept for it can go."""
 
-    oldest_step: int
-    incarnation: int
+    oldest_step: Count
+    incarnation: Count
 
 
 class ProducerGone(msgspec.Struct, frozen=True, kw_only=True, tag="producer_gone"):
@@ -335,10 +337,10 @@ ReplyBody = Welcome | Tickets | Outcomes | Lease | Payloads | Committed | Status
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Header frame of a request."""
 
-    protocol: int
+    protocol: Count
     run_id: str
     sender: str
-    sequence: int
+    sequence: Count
     body: RequestBody
 
 

@@ -20,11 +20,22 @@ from asyncrl.queue.store import PayloadStore
 from asyncrl.trajectory import MAX_TOKENS, GroupMeta
 from asyncrl.trajectory_frames import MAX_SIBLINGS
 
-__all__ = ["Puts", "check_frames", "check_meta"]
+__all__ = ["Puts", "check_frames", "check_meta", "worth_saying"]
 
 log = logging.getLogger(__name__)
 MAX_FRAMES = 2 * MAX_SIBLINGS + 16
 MAX_GROUPS = 256
+SAY_FIRST = 8
+
+
+def worth_saying(number: int) -> bool:
+    """Whether the log tells of the n-th refusal of a kind: the first few, then each power of two, so that no sender can fill a disk.
+
+    Example:
+        >>> [n for n in range(1, 40) if worth_saying(n)]
+        [1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
+    """
+    return number <= SAY_FIRST or not number & (number - 1)
 
 
 class Puts:
@@ -66,15 +77,17 @@ class Puts:
             self.full, self.needed_bytes = str(error), item.meta.payload_bytes
             return f"held: {error}"
         except AsyncRLError as error:
-            self._refused[type(error).__name__] += 1
-            log.warning("refused ticket %d, attempt %d, of %s: %s", ticket, attempt, sender, error)
+            kind = type(error).__name__
+            number = self._refused[kind] = self._refused[kind] + 1
+            if worth_saying(number):
+                log.warning("refused ticket %d, attempt %d, of %s (%s, %d so far): %s", ticket, attempt, sender, kind, number, error)
             if isinstance(error, SchemaError) and wanted:
                 gate.fail(sender, ticket, attempt, f"refused: {error}")
             outcome = f"refused: {error}"
         if wanted and outcome != "accepted":
             self._store.settle(ticket, retain=False)
         elif not wanted:
-            self._store.unkept(item)
+            self._store.unkept(item, sender)
         return outcome
 
 

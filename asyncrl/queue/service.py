@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from asyncrl.config.run_dir import RunDir
-from asyncrl.errors import DataError, FencedError, QueueError, SchemaError
+from asyncrl.errors import DataError, FencedError, QueueError, SchemaError, UnknownSession
 from asyncrl.queue import messages as m
 from asyncrl.queue.ledger import split_frontier
 from asyncrl.queue.opening import Opened, take_back
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 MAX_TICKETS = 256
 MAX_EXTRA = 1 << 16
+MAX_REASON = 2000
 Answer = tuple[m.ReplyBody, list[Any]]
 
 
@@ -86,7 +87,7 @@ class QueueService:
                 raise FencedError(f"this start of the run is incarnation {self._incarnation}; {sender} is of {hello.incarnation}: end it")
             if not (hello.again and self.gate.fleet.again(sender, now_s)):
                 self.gate.hello(sender, now_s)
-            self._told_to_advance.pop(sender, None)
+            self._told_to_advance = {name: v for name, v in self._told_to_advance.items() if name != sender and self.gate.fleet.knows(name)}
         return self.welcome()
 
     def _greet_consumer(self, hello: m.Hello, now_s: float) -> None:
@@ -103,6 +104,10 @@ class QueueService:
         if frontier != self.gate.frontier():
             self.gate = take_back(self.gate, self._store, self._journal, frontier, hello.incarnation, now_s)
 
+    def remembers(self, sender: str, role: m.Role) -> bool:
+        """Whether a client that has greeted need not introduce itself again: a producer may have been forgotten."""
+        return role is not m.Role.PRODUCER or self.gate.fleet.remembers(sender)
+
     def welcome(self) -> m.Welcome:
         """What a known client is told, also when it greets twice."""
         return m.Welcome(protocol=m.PROTOCOL_VERSION, step=self.gate.frontier().steps)
@@ -115,6 +120,8 @@ class QueueService:
         """
         if call in _FIRST:
             self._check_role(session, body)
+            if not self.remembers(session.sender, session.role):
+                raise UnknownSession(f"{session.sender} was silent for so long that others took its place: greet again")
             self.gate.fleet.seen(session.sender, now_s)
         reply: m.ReplyBody | None
         frames: list[Any] = []
@@ -183,13 +190,14 @@ class QueueService:
                 self.gate.heartbeat(sender, body.version, body.in_flight, body.sampled_tokens, now_s)
                 return m.Done(released=self._store.take_released(sender))
             case m.Fail():
-                self.gate.fail(sender, body.ticket, body.attempt, body.reason, body.final)
+                self.gate.fail(sender, body.ticket, body.attempt, body.reason[:MAX_REASON], body.final)
             case m.Commit():
                 self.gate.commit(body.step, body.incarnation, body.priorities)
                 self._settle()
                 return m.Committed(frontier=self.gate.frontier(), status=self._status(now_s))
             case m.Return():
-                self.gate.return_(body.step, body.incarnation, body.damaged)
+                damaged = [(ticket, attempt, reason[:MAX_REASON]) for ticket, attempt, reason in body.damaged]
+                self.gate.return_(body.step, body.incarnation, damaged)
                 self.refused["damaged"] += len(body.damaged)
             case m.Checkpointed():
                 self.gate.fence(body.incarnation)

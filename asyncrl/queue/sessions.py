@@ -20,6 +20,7 @@ from asyncrl.queue.wire import Envelope
 __all__ = ["Arrival", "Session", "Sessions"]
 
 REMEMBERED = 64
+MAX_SESSIONS = 4096
 
 
 class Arrival(enum.Enum):
@@ -77,10 +78,17 @@ class Session:
 
 
 class Sessions:
-    """All conversations, by sender."""
+    """All conversations, by sender.
 
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+    Beyond ``limit`` of them the one that has been silent for longest goes; its client greets again by itself.
+    """
+
+    def __init__(self, limit: int = MAX_SESSIONS) -> None:
+        self._limit = limit
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def greeted(self, envelope: Envelope, identity: bytes) -> bool:
         """Whether this very process has said hello already."""
@@ -90,7 +98,10 @@ class Sessions:
     def open(self, envelope: Envelope, identity: bytes, hello: Hello) -> Session:
         """Begins a session; one of the same name ends."""
         session = Session(envelope.sender, identity, hello, envelope.sequence)
+        self._sessions.pop(envelope.sender, None)
         self._sessions[envelope.sender] = session
+        while len(self._sessions) > self._limit:
+            self._sessions.popitem(last=False)
         return session
 
     def of(self, envelope: Envelope, identity: bytes) -> Session:
@@ -104,6 +115,7 @@ class Sessions:
             raise UnknownSession(f"a conversation begins with a hello; {envelope.sender} is not known here: was the queue started again?")
         if session.identity != identity:
             raise QueueError(f"a name belongs to one process; another one has said hello as {envelope.sender} since: end this process")
+        self._sessions.move_to_end(envelope.sender)
         return session
 
     def close(self, sender: str) -> None:

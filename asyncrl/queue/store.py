@@ -125,10 +125,10 @@ class PayloadStore:
         else:
             self._freed.append(payload.place)
 
-    def unkept(self, item: PutItem) -> None:
-        """A put that was not accepted: its segment may be written again, unless the accepted attempt lies in it."""
-        if item.segment and all(payload.segment != item.segment for payload in self._payloads.values()):
-            self._released[_owner(item.segment)].append(item.segment)
+    def unkept(self, item: PutItem, sender: str) -> None:
+        """A put that was not accepted: the sender may write its own segment again, unless the accepted attempt lies in it."""
+        if _owner(item.segment) == sender and all(payload.segment != item.segment for payload in self._payloads.values()):
+            self._released[sender].append(item.segment)
 
     def take_released(self, owner: str) -> tuple[str, ...]:
         """Segments of a producer that it may write again."""
@@ -179,5 +179,6 @@ class PayloadStore:
 
 
 def _owner(segment: str) -> str:
-    """The producer that a segment's name ``asyncrl-RUN.q.OWNER.NUMBER`` tells."""
-    return segment.rsplit(".", 2)[1]
+    """The producer that a segment's name ``asyncrl-RUN.q.OWNER.NUMBER`` tells; empty for any other text."""
+    parts = segment.rsplit(".", 2)
+    return parts[1] if len(parts) == 3 else ""

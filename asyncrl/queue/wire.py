@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import errors
+from asyncrl.bounds import Count
 from asyncrl.errors import AsyncRLError, QueueError, SchemaError
 from asyncrl.queue.messages import PROTOCOL_VERSION, Refused, Reply, ReplyBody, Request, RequestBody
 
@@ -29,10 +30,10 @@ _reply_decoder = msgspec.msgpack.Decoder(Reply)
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a request that every protocol version must have; read before anything else."""
 
-    protocol: int
+    protocol: Count
     run_id: str
     sender: str
-    sequence: int
+    sequence: Count
 
 
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
@@ -75,12 +76,14 @@ class Dialogue:
     Args:
         endpoint: where the broker listens; named in every error.
         run_id, sender: stamped on each request.
+        keys: folder of the CURVE keys of sender and queue; empty: none.
         max_message_bytes: the broker closes the connection on a larger frame without a word, so it is refused here.
     """
 
-    def __init__(self, *, endpoint: str, run_id: str, sender: str, max_message_bytes: int) -> None:
+    def __init__(self, *, endpoint: str, run_id: str, sender: str, max_message_bytes: int, keys: str = "") -> None:
         self.endpoint = endpoint
         self.sender = sender
+        self.keys = keys
         self.max_message_bytes = max_message_bytes
         self._run_id = run_id
         self._next = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, UnsupportedError
 from asyncrl.tasks.files import file_prompts
 from asyncrl.tasks.generated import ListedPrompts, copy_digits, held_out, sums
 from asyncrl.tasks.gym import GymPrompts, GymReward
@@ -11,11 +11,12 @@ from asyncrl.tasks.order import OrderedSource
 from asyncrl.tasks.prompt import BadRow, Prompt, PromptSource, Reward
 from asyncrl.tasks.rewards import check_reward, function_reward, registered_reward, reward_name
 from asyncrl.tasks.templates import check_template
+from asyncrl.tasks.unprompted import NoPrompts
 
 __all__ = ["BadRow", "Prompt", "PromptSource", "Reward", "check_reward", "check_task", "new_eval_set", "new_reward", "new_source"]
 
 
-def new_source(config: Config) -> OrderedSource:
+def new_source(config: Config) -> OrderedSource | NoPrompts:
     """The training prompts of a run, in order; its ``bad_rows`` lists what was skipped of a file.
 
     Raises:
@@ -27,6 +28,8 @@ def new_source(config: Config) -> OrderedSource:
         True
     """
     check_template(config.task.template)
+    if config.task.name == "none":
+        return NoPrompts(config.task)
     return OrderedSource(_gym(config) if config.task.name == "reasoning_gym" else _listed(config), config.task)
 
 
@@ -37,6 +40,7 @@ def new_eval_set(config: Config) -> list[Prompt]:
         ConfigError: there are fewer, or options do not fit the task.
         DataError: as for :func:`new_source`.
     """
+    _check_prompted(config)
     check_template(config.task.template)
     if config.task.name == "reasoning_gym":
         return _gym(config).evaluation(config.task.eval_size)
@@ -49,6 +53,7 @@ def new_reward(config: Config) -> Reward:
     Raises:
         ConfigError: unknown name, with the valid ones; or a ``module:function`` that cannot be used, with the reason.
     """
+    _check_prompted(config)
     name = reward_name(config)
     if ":" in name:
         return function_reward(name)
@@ -63,10 +68,19 @@ def check_task(config: Config) -> None:
     Raises:
         ConfigError, DataError: as for :func:`new_source`, :func:`new_eval_set` and :func:`new_reward`.
     """
+    _check_prompted(config)
     new_source(config)
     new_eval_set(config)
     if not (config.generator.python and ":" in config.task.reward):
         new_reward(config)
+
+
+def _check_prompted(config: Config) -> None:
+    if config.task.name == "none":
+        raise UnsupportedError(
+            "task.name=none has tickets without prompts, for trainers with data of their own (`asyncrl queue serve`); nothing can be "
+            "sampled or scored here: choose another task"
+        )
 
 
 def _gym(config: Config) -> GymPrompts:

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
-from asyncrl.errors import DataError, FencedError, QueueError, SchemaError
+from asyncrl.errors import DataError, FencedError, QueueError, SchemaError, UnknownSession
 from asyncrl.queue import messages as m
 from asyncrl.queue.opening import open_queue
 from asyncrl.queue.payload import checksum
@@ -300,3 +300,34 @@ def test_a_stop_ends_tickets_and_with_exit_the_broker(tmp_path: Path) -> None:
     assert not service.exiting
     say(service, OBSERVER, m.Stop(exit=True))
     assert service.exiting
+
+
+def test_a_producer_that_was_forgotten_is_asked_to_greet_again(tmp_path: Path) -> None:
+    service = new_service(tmp_path)
+    service.gate.fleet._limit = 1
+    service.gate.fleet.gone("generator-0", "silent")
+    service.greet("generator-1", m.Hello(role=m.Role.PRODUCER), 1.0)
+    with pytest.raises(UnknownSession, match="greet again"):
+        service.answer(PRODUCER, m.Heartbeat(version=0, in_flight={}, sampled_tokens=0), (), 2.0, Call.ONLY)
+    assert not service.remembers("generator-0", m.Role.PRODUCER) and service.remembers("driver", m.Role.OBSERVER)
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    service = new_service(tmp_path, durability="written")
+    service.close()
+    with (tmp_path / "other").open("w") as other:
+        service.close()
+        other.write("still open")
+    assert (tmp_path / "other").read_text() == "still open"
+
+
+@pytest.mark.parametrize("segment", ["nowhere", "asyncrl-r.q.generator-1.0", "a.b"])
+def test_a_refused_put_releases_no_segment_but_the_senders_own(tmp_path: Path, segment: str) -> None:
+    service = new_service(tmp_path)
+    (ticket,) = tickets(service, 1)
+    group = group_for(ticket, attempt=7)
+    item = m.PutItem(meta=group.meta(64), checksum=1, lengths=(64,), segment=segment)
+    answer = say(service, PRODUCER, m.Put(groups=(item,)))
+    assert answer.outcomes[0].startswith("refused: ") and answer.released == ()
+    for owner in ("nowhere", "generator-1", "a", ""):
+        assert service._store.take_released(owner) == ()

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 from gate_setup import meta_of
 
-from asyncrl.errors import PeerTimeout, QueueError, SchemaError, VersionError
-from asyncrl.queue.messages import PROTOCOL_VERSION, Done, Hello, Put, PutItem, Refused, Reply, Request, Role, StatusRequest
+from asyncrl.errors import PeerTimeout, QueueError, SchemaError, UnknownSession, VersionError
+from asyncrl.queue.messages import PROTOCOL_VERSION, Commit, Done, Hello, Put, PutItem, Refused, Reply, Request, Role, StatusRequest
 from asyncrl.queue.records import Issue
 from asyncrl.queue.sessions import Arrival, Session, Sessions
 from asyncrl.queue.wire import Dialogue, Envelope, decode_envelope, decode_request, encode
@@ -116,3 +116,44 @@ def test_requests_and_replies_survive_the_wire() -> None:
     )
     assert decode_request(encode(request)) == request
     assert dialogue().reply([encode(Reply(sequence=3, body=Done())), b"p"]) == (3, Done(), [b"p"])
+
+
+def test_numbers_that_no_queue_counts_to_are_refused_when_they_are_decoded() -> None:
+    def put(**changes: object) -> None:
+        meta = meta_of(Issue(ticket=0, attempt=0, not_before_version=0, exact_version=-1), 0)
+        item = PutItem(meta=meta, checksum=1, lengths=(8,))
+        body = msgspec.to_builtins(Request(protocol=PROTOCOL_VERSION, run_id="r", sender="s", sequence=0, body=Put(groups=(item,))))
+        body["body"]["groups"][0].update({k: v for k, v in changes.items() if k in ("checksum", "lengths")})
+        body["body"]["groups"][0]["meta"].update({k: v for k, v in changes.items() if k not in ("checksum", "lengths")})
+        decode_request(msgspec.msgpack.encode(body))
+
+    put(payload_bytes=1 << 53, checksum=(1 << 64) - 1)
+    for changes in (
+        {"payload_bytes": 1 << 54},
+        {"ticket": 1 << 63},
+        {"lengths_N": [1 << 60, 2]},
+        {"tokens_by_version": {0: 1 << 62}},
+        {"checksum": -1},
+        {"lengths": [1 << 60]},
+        {"attempt": -2},
+    ):
+        with pytest.raises(SchemaError, match="Expected `int`"):
+            put(**changes)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e12])
+def test_a_priority_is_a_finite_number_that_the_order_takes(value: float) -> None:
+    body = Commit(step=0, incarnation=0, priorities={3: value})
+    with pytest.raises(SchemaError, match="Expected `float`"):
+        decode_request(encode(Request(protocol=PROTOCOL_VERSION, run_id="r", sender="s", sequence=0, body=body)))
+
+
+def test_the_session_that_was_silent_for_longest_goes_when_there_are_too_many() -> None:
+    sessions = Sessions(limit=2)
+    for sender in ("a", "b"):
+        sessions.open(envelope(0, sender), sender.encode(), HELLO)
+    sessions.of(envelope(1, "a"), b"a")
+    sessions.open(envelope(0, "c"), b"c", HELLO)
+    assert len(sessions) == 2 and sessions.of(envelope(1, "a"), b"a").sender == "a"
+    with pytest.raises(UnknownSession, match="begins with a hello; b"):
+        sessions.of(envelope(1, "b"), b"b")

@@ -193,7 +193,9 @@ class SegmentLog:
         """Frees handles and the folder's lock; nothing is synced, and no file is removed."""
         for file in self._files.values():
             file.close()
-        os.close(self._lock)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def _cut(self, file: SegmentFile) -> None:
         """Cuts the newest file behind its last claimed payload, and writes on there."""
