@@ -32,10 +32,15 @@ Carrier = Callable[[], int]
 """Carries the next group; returns its bytes after the receiver has found the sender's sum in what arrived."""
 
 CARRIERS = {
+    "shm": "benchmarks.queue_carrier",
+    "ipc": "benchmarks.queue_carrier",
+    "tcp": "benchmarks.queue_carrier",
+    "ipc_synced": "benchmarks.queue_carrier",
     "ray_queue": "benchmarks.peer_ray",
     "transfer_queue": "benchmarks.peer_transfer_queue",
 }
-"""Module by name of the carrier; each has ``carrier(num_trajectories, trajectory_mb)``, a context manager that gives a :data:`Carrier`."""
+"""Module by name of the carrier; each has ``carrier(name, num_trajectories, trajectory_mb)``, a context manager that gives a
+:data:`Carrier`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         module = importlib.import_module(CARRIERS[options.name])
-        opened: AbstractContextManager[Carrier] = module.carrier(NUM_TRAJECTORIES, options.trajectory_mb)
+        opened: AbstractContextManager[Carrier] = module.carrier(options.name, NUM_TRAJECTORIES, options.trajectory_mb)
     except (ImportError, UnsupportedError) as error:
         print(json.dumps(asdict(Carried(missing=f"not installed: {error}"))))
         return

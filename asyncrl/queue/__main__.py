@@ -20,6 +20,7 @@ import msgspec
 from asyncrl.config.run_dir import RunDir, RunFacts, write_atomic
 from asyncrl.errors import AsyncRLError, DataError, QueueError
 from asyncrl.queue.broker import Broker
+from asyncrl.queue.heap import keep_pages
 from asyncrl.queue.messages import Frontier
 from asyncrl.queue.opening import open_queue
 from asyncrl.queue.prompts import TicketPrompts
@@ -37,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shard", type=int, default=0, help="which of queue.shards brokers")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s queue %(levelname)s %(message)s")
+    keep_pages()
     try:
         broker = new_broker(RunDir(options.run_dir), options.shard)
         _end_on_signal(broker)
