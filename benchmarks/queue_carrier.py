@@ -127,7 +127,10 @@ def carrier(name: str, num_trajectories: int, trajectory_mb: float) -> Iterator[
                 def carry() -> int:
                     for end in ends:
                         end.tell()
-                    return [int(end.hear()) for end in ends][0]
+                    sent, received = (int(end.hear()) for end in ends)
+                    if received < sent:
+                        raise DataError(f"all of {sent} bytes arrive; met {received}")
+                    return sent
 
                 yield carry
                 time.sleep(0.1)  # the last commit is answered

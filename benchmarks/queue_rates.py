@@ -1,7 +1,7 @@
 """Groups a second through the whole state machine with metadata alone: tickets, puts, leases, commits, real processes.
 
-``python -m benchmarks.queue_rates RUN_DIR FIRST NUMBER`` plays that many producers, each with a socket of its own: it asks for tickets, puts
-them all with a payload of 64 bytes, and begins anew, until its input ends. The caller (:func:`rate`) is the learner and commits.
+``python -m benchmarks.queue_rates RUN_DIR FIRST NUMBER`` plays that many producers, each with a socket of its own: it asks for tickets,
+puts them all with a payload of 64 bytes, and begins anew, until its input ends. The caller (:func:`rate`) is the learner and commits.
 """
 
 from __future__ import annotations

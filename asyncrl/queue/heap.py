@@ -1,7 +1,7 @@
 """glibc's malloc for a process through which payload passes: pages of freed messages stay for the next ones.
 
 ZeroMQ allocates each large frame anew. By default glibc maps such a block and unmaps it again, so that every page of every message
-is faulted in and zeroed, which costs more than copying it. It consumes nothing and waits for nothing; elsewhere than on glibc it does nothing.
+is faulted in and zeroed, which costs more than copying it. It consumes and produces nothing, and waits for nothing.
 
 Source: mallopt(3), https://man7.org/linux/man-pages/man3/mallopt.3.html.
 """
@@ -35,4 +35,5 @@ def keep_pages() -> bool:
         (_M_TRIM_THRESHOLD, _TRIM_BYTES),
         (_M_TOP_PAD, _PAD_BYTES),
     )
-    return all([bool(mallopt(name, value)) for name, value in wanted])
+    taken = [mallopt(name, value) for name, value in wanted]
+    return all(taken)
