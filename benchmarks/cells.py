@@ -32,10 +32,15 @@ Carrier = Callable[[], int]
 """Carries the next group; returns its bytes after the receiver has found the sender's sum in what arrived."""
 
 CARRIERS = {
+    "shm": "benchmarks.queue_carrier",
+    "ipc": "benchmarks.queue_carrier",
+    "tcp": "benchmarks.queue_carrier",
+    "ipc_synced": "benchmarks.queue_carrier",
     "ray_queue": "benchmarks.peer_ray",
     "transfer_queue": "benchmarks.peer_transfer_queue",
 }
-"""Module by name of the carrier; each has ``carrier(num_trajectories, trajectory_mb)``, a context manager that gives a :data:`Carrier`."""
+"""Module by name of the carrier; each has ``carrier(name, num_trajectories, trajectory_mb)``, a context manager that gives a
+:data:`Carrier`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +58,7 @@ class Carried:
         return self.cpu_s / (self.num_bytes / 1e9)
 
 
-def run_cell(name: str, trajectory_mb: float, rounds: int, *, timeout_s: float = 600.0) -> Carried:
+def run_cell(name: str, trajectory_mb: float, rounds: int, *, timeout_s: float = 120.0) -> Carried:
     """Runs one cell in a new process, whose CPU time and that of all it starts is counted.
 
     Raises:
@@ -67,7 +72,7 @@ def run_cell(name: str, trajectory_mb: float, rounds: int, *, timeout_s: float =
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
         _end_marked(environment[MARK])
-        raise AsyncRLError(f"cell {name} with {trajectory_mb} MB was not done after {timeout_s:g} s: {error.stderr!r:.500}") from error
+        raise AsyncRLError(f"cell {name} with {trajectory_mb} MB was not done after {timeout_s:g} s") from error
     if done.returncode:
         raise AsyncRLError(f"cell {name} with {trajectory_mb} MB ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return Carried(**json.loads(done.stdout.splitlines()[-1]))
@@ -99,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         module = importlib.import_module(CARRIERS[options.name])
-        opened: AbstractContextManager[Carrier] = module.carrier(NUM_TRAJECTORIES, options.trajectory_mb)
+        opened: AbstractContextManager[Carrier] = module.carrier(options.name, NUM_TRAJECTORIES, options.trajectory_mb)
     except (ImportError, UnsupportedError) as error:
         print(json.dumps(asdict(Carried(missing=f"not installed: {error}"))))
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-__all__ = ["MARK", "marked_cpu_s", "memcpy_s_per_gb"]
+__all__ = ["MARK", "marked_cpu_s", "memcpy_s_per_gb", "process_cpu_s"]
 
 MARK = "ASYNCRL_BENCH_CELL"
 _BUFFER_BYTES = 256 << 20
@@ -42,6 +42,11 @@ def marked_cpu_s(mark: str) -> dict[int, float]:
         except OSError:
             continue  # it ended meanwhile, or it is another user's
     return found
+
+
+def process_cpu_s(process: int) -> float:
+    """CPU seconds so far of one process."""
+    return _cpu_s(Path(f"/proc/{process}"))
 
 
 def _cpu_s(folder: Path) -> float:

@@ -28,7 +28,7 @@ def make_group(num_trajectories: int, trajectory_mb: float, seed: int = 0, ticke
 def _row(sibling: int, ticket: int, ids: np.ndarray, mask: np.ndarray, logprobs: np.ndarray) -> Trajectory:
     return Trajectory.checked(
         group_id=f"g{ticket}", ticket=ticket, attempt=0, sibling=sibling, sample=0, prompt_id="p", seed=sibling, incarnation=0,
-        input_ids=ids, loss_mask=mask, behavior_logprobs=logprobs, version_spans=[VersionSpan(0, 3)], reward=float(sibling % 2),
+        input_ids=ids, loss_mask=mask, behavior_logprobs=logprobs, version_spans=[VersionSpan(0, 0)], reward=float(sibling % 2),
         finish_reason="stop", temperature=1.0, generator="generator-0", engine="bench", dispatched_s=0.0, finished_s=1.0,
     )  # fmt: skip
 

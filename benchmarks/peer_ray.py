@@ -54,7 +54,7 @@ class _Consumer:
 
 
 @contextmanager
-def carrier(num_trajectories: int, trajectory_mb: float) -> Iterator[Carrier]:
+def carrier(name: str, num_trajectories: int, trajectory_mb: float) -> Iterator[Carrier]:
     """Carries through ``ray.util.queue.Queue``."""
     with ray_head():
         queue = Queue(maxsize=2, actor_options={"num_cpus": 0})

@@ -47,7 +47,7 @@ class _Client:
 
 
 @contextmanager
-def carrier(num_trajectories: int, trajectory_mb: float) -> Iterator[Carrier]:
+def carrier(name: str, num_trajectories: int, trajectory_mb: float) -> Iterator[Carrier]:
     """Carries through ``kv_batch_put`` and ``kv_batch_get``."""
     with ray_head():
         transfer_queue.init()

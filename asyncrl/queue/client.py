@@ -27,7 +27,7 @@ from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone
 from asyncrl.queue.observing import ObserverLink, merged_status
 from asyncrl.queue.payload import checksum, frame_lengths
 from asyncrl.queue.producer import ProducerLink
-from asyncrl.trajectory import TrajectoryGroup, encode_group_frames
+from asyncrl.trajectory import GroupMeta, TrajectoryGroup, encode_group_frames
 
 __all__ = ["Consumer", "Observer", "Producer"]
 
@@ -144,15 +144,17 @@ class Producer:
             self._arena.close(unlink=False)
 
     def _item(self, group: TrajectoryGroup, link: ProducerLink) -> tuple[PutItem, list[Any]]:
-        frames: list[Any] = encode_group_frames(group)
-        lengths = frame_lengths(frames)
-        meta = group.meta(payload_bytes=sum(lengths))
+        frames = encode_group_frames(group)
+        return self._prepared(group.meta(payload_bytes=sum(frame_lengths(frames))), frames, link)
+
+    def _prepared(self, meta: GroupMeta, frames: Sequence[Any], link: ProducerLink) -> tuple[PutItem, list[Any]]:
+        """What is sent for an encoded group."""
         if self._arena is not None:
             with contextlib.suppress(QueueError):  # no room in shared memory: it goes through the socket
                 segment = self._arena.write(frames)
                 return PutItem(meta=meta, checksum=segment.checksum, lengths=(segment.length,), segment=segment.name), []
-        link.check_size(sum(lengths))  # the log hands it out as one frame
-        return PutItem(meta=meta, checksum=checksum(frames), lengths=lengths), frames
+        link.check_size(meta.payload_bytes)  # the log hands it out as one frame
+        return PutItem(meta=meta, checksum=checksum(frames), lengths=frame_lengths(frames)), list(frames)
 
     def _batches(self, items: list[tuple[PutItem, list[Any]]]) -> list[list[tuple[PutItem, list[Any]]]]:
         """Items in messages of up to ``PUT_BYTES`` inline."""

@@ -9,13 +9,14 @@ import pytest
 
 from asyncrl.bench import BENCHMARKS, run_bench
 from asyncrl.cli import main
-from asyncrl.errors import UnsupportedError
+from asyncrl.errors import AsyncRLError, UnsupportedError
 from asyncrl.trajectory import decode_group, encode_group_frames
-from benchmarks import queue
-from benchmarks.cells import Carried, measure
+from benchmarks import codec, queue
+from benchmarks.cells import Carried, measure, run_cell
 from benchmarks.cpu import MARK, marked_cpu_s
 from benchmarks.figures import Figure, table, write_json
 from benchmarks.groups import make_group, token_bytes
+from benchmarks.queue_rates import rate
 
 
 def test_the_median_of_the_repeats_is_held_against_the_goal_in_memcpys(monkeypatch):
@@ -25,7 +26,7 @@ def test_the_median_of_the_repeats_is_held_against_the_goal_in_memcpys(monkeypat
     def cell(carrier, trajectory_mb, rounds):
         return Carried(cpu_s=next(costs[carrier]), num_bytes=10**9, num_groups=rounds)
 
-    figures = queue.run(3, 1, carriers=["shm", "ray_queue"], sizes_mb=[1.0], cell=cell, floor=lambda: 0.1)
+    figures = queue.carry_all(3, 1, carriers=["shm", "ray_queue"], sizes_mb=[1.0], cell=cell, floor=lambda: 0.1)
     shm, ray, cheaper = figures
     assert (shm.value, shm.floor, round(shm.ratio, 9), shm.goal, shm.holds) == (0.3, 0.1, 3.0, 3.0, True)
     assert (ray.value, ray.goal, ray.holds) == (3.3, None, None)
@@ -40,7 +41,7 @@ def test_a_peer_that_is_not_installed_is_said_and_holds_nothing():
             else Carried(cpu_s=1.0, num_bytes=10**9)
         )
 
-    figures = queue.run(1, 1, carriers=["shm", "transfer_queue"], sizes_mb=[8.0], cell=cell, floor=lambda: 0.1)
+    figures = queue.carry_all(1, 1, carriers=["shm", "transfer_queue"], sizes_mb=[8.0], cell=cell, floor=lambda: 0.1)
     for figure in figures[1:]:
         assert figure.value is None and figure.holds is None and "transfer_queue" in figure.note
     assert "not installed" in table(figures)
@@ -93,3 +94,36 @@ def test_a_file_in_no_folder_is_refused_before_anything_is_measured():
 def test_every_benchmark_has_its_module():
     for name in BENCHMARKS:
         assert (Path(queue.__file__).parent / f"{name}.py").is_file()
+
+
+def test_a_cell_that_fails_is_said_holds_nothing_and_is_not_tried_again():
+    tried = []
+
+    def cell(carrier, trajectory_mb, rounds):
+        tried.append(carrier)
+        if carrier == "shm":
+            raise AsyncRLError("cell shm was not done after 120 s")
+        return Carried(cpu_s=1.0, num_bytes=10**9)
+
+    shm, ipc = queue.carry_all(2, 1, carriers=["shm", "ipc"], sizes_mb=[1.0], cell=cell, floor=lambda: 0.2)
+    assert (shm.value, shm.holds, shm.note) == (None, None, "cell shm was not done after 120 s")
+    assert (ipc.ratio, ipc.holds) == (5.0, True)
+    assert tried == ["shm", "ipc", "ipc"]
+
+
+def test_the_codec_is_measured_in_memcpys():
+    encode, decode = codec.figures(0.01, repeats=1)
+    assert encode.name == "encode 64 x 0.01 MB" and decode.name == "decode 64 x 0.01 MB"
+    assert decode.floor > 0 and decode.ratio == pytest.approx(decode.value / decode.floor)
+
+
+@pytest.mark.parametrize("name", ["shm", "ipc_synced"])
+def test_a_small_cell_of_the_queue_carries_through_real_processes(name):
+    carried = run_cell(name, 0.01, 1, timeout_s=60.0)
+    assert carried.missing == "" and carried.num_groups == 1
+    assert carried.num_bytes == pytest.approx(4 * 64 * 10_000, rel=0.01)
+
+
+def test_groups_a_second_are_counted_at_a_real_broker():
+    groups_per_s, broker_cpu_s = rate(4, "memory", 0.2)
+    assert groups_per_s > 1.0 and 0.0 <= broker_cpu_s < 1.0
