@@ -84,7 +84,7 @@ class QueueService:
         elif hello.role is m.Role.PRODUCER:
             if hello.incarnation != self._incarnation:
                 raise FencedError(f"this start of the run is incarnation {self._incarnation}; {sender} is of {hello.incarnation}: end it")
-            if not (hello.again and self.gate.fleet.again(sender, now_s)):
+            if not (hello.again and self.gate.hello_again(sender, hello.tickets, now_s)):
                 self.gate.hello(sender, now_s)
             self._told_to_advance.pop(sender, None)
         return self.welcome()
@@ -101,7 +101,7 @@ class QueueService:
                 f"{frontier.steps}: start the queue from that checkpoint"
             )
         if frontier != self.gate.frontier():
-            self.gate = take_back(self.gate, self._store, self._journal, frontier, hello.incarnation, now_s)
+            self.gate = take_back(self.gate, self._store, self._journal, frontier, self._incarnation, now_s)
 
     def welcome(self) -> m.Welcome:
         """What a known client is told, also when it greets twice."""
