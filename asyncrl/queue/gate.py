@@ -98,7 +98,7 @@ class Gate:
         book.ledger.skip_to(state.next_ticket)
         book.first_version, book.reissued, book.replaced_this_step = state.first_version, state.reissued, state.replaced_this_step
         book.attempts = dict(state.attempts)
-        book.inserted, book.sampled = state.inserted, state.sampled
+        book.inserted, book.sampled, book.stopping = state.inserted, state.sampled, state.stopping
         leasing.incarnation = max(incarnation, state.incarnation)
         leasing.last_commit, leasing.lag_consumed = state.last_commit, state.lag_consumed
         leasing.take_up(state.lease, state.overtakes)
@@ -127,6 +127,7 @@ class Gate:
             inserted=book.inserted,
             sampled=book.sampled,
             attempts=dict(book.attempts),
+            stopping=book.stopping,
         )
 
     # producers

@@ -86,6 +86,8 @@ def _gate(
     for row in snapshot.kept:
         journal.recall(row)
     state, now_s = msgspec.msgpack.decode(snapshot.state, type=GateState), time.monotonic()
+    if state.incarnation < incarnation:  # a stop ends one start of the run
+        state = msgspec.structs.replace(state, stopping=False)
     gate = Gate.recovered(settings, state, [record_of(row, now_s) for row in snapshot.live], incarnation, now_s)
     if state.incarnation >= incarnation:
         log.info("recovered: %d groups live at step %d", len(snapshot.live), state.frontier.steps)

@@ -145,3 +145,4 @@ class GateState(msgspec.Struct, frozen=True, kw_only=True):
     inserted: int
     sampled: float
     attempts: dict[int, int]
+    stopping: bool = False
