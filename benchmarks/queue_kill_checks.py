@@ -100,8 +100,9 @@ def _acknowledged(folder: Path, tally: Tally) -> set[tuple[int, int]]:
 def _weights(weights: Weights, frontier: Frontier) -> Iterator[str]:
     trained = Counter(ticket for ticket, _ in weights.trained)
     due = {ticket for ticket in _settled(frontier) if has_signal(ticket)}
-    if weights.frontier != frontier:
-        yield f"the last checkpoint and the ledger agree on the frontier; met {weights.frontier} and {frontier}"
+    last = weights.frontier  # what has no signal may be settled after the last commit
+    if (last.steps, last.trained) != (frontier.steps, frontier.trained) or not _settled(last) <= _settled(frontier):
+        yield f"the last checkpoint and the ledger agree on the frontier; met {last} and {frontier}"
     for name, tickets in (
         ("were trained twice", {ticket for ticket, count in trained.items() if count > 1}),
         ("were trained and are not settled", set(trained) - due),
