@@ -38,11 +38,11 @@ __all__ = ["MODES", "KillRun", "main", "new_kill_run"]
 
 ROOT = Path(__file__).parents[1]
 PRODUCERS = ("generator-0", "generator-1")
-BROKER_KINDS = {"write": 12, "torn": 12, "statement": 200, "send": 50, "sent": 50}  # calls, of which one is the last
-CONSUMER_POINTS = 60
-PRODUCER_LIFE_S = 0.5
+BROKER_KINDS = {"write": 12, "torn": 12, "statement": 150, "send": 40, "sent": 40}  # calls, of which one is the last
+CONSUMER_POINTS = 24
+PRODUCER_LIFE_S = 1.0
 BROKER_LIFE_S = 1.5
-DRY_S = 30.0
+READY_S, DRY_S = 120.0, 60.0
 MODES = {"broker": ("broker",), "clients": ("producer", "consumer"), "all": ("broker", "producer", "consumer")}
 
 
@@ -50,7 +50,7 @@ def new_kill_run(folder: Path, payload: str) -> RunDir:
     """A run directory whose queue is written to disk and given up for dead quickly."""
     run_dir = RunDir(folder)
     queue = {
-        "max_staleness": 3, "window": 4, "dead_after_s": 0.9, "heartbeat_s": 0.2, "max_attempts": 1000,
+        "max_staleness": 3, "window": 4, "dead_after_s": 1.2, "heartbeat_s": 0.2, "max_attempts": 1000,
         "durability": "written", "payload": payload, "max_queued_mib": 64,
     }  # fmt: skip
     algorithm = {"groups_per_step": 4, "group_size": 2}
@@ -83,7 +83,7 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
-        deadline_s = time.monotonic() + DRY_S
+        deadline_s = time.monotonic() + READY_S  # the first one waits for the imports
         while not self._born:
             assert time.monotonic() < deadline_s, "the nursery bears nobody"
             self._listen(0.1)
@@ -142,8 +142,9 @@ class KillRun:
 
     def run(self, points: int) -> Tally:
         """Kills so often, lets the queue run dry, and checks."""
+        self._start("broker")
         started_s = time.monotonic()
-        for role in ("broker", "consumer", *PRODUCERS):
+        for role in ("consumer", *PRODUCERS):
             self._start(role)
         while self.tally.killed.total() < points and not self.tally.problems:
             self._turn()
@@ -174,7 +175,8 @@ class KillRun:
                 kill_at = f"{kind}:{self._random.randrange(BROKER_KINDS[kind])}"
         elif role == "producer":
             arguments += [name, self._seed]
-            life_s = self._random.uniform(0.02, PRODUCER_LIFE_S) if mortal else 0.0
+            longest_s = PRODUCER_LIFE_S * (4 if "broker" in self._victims else 1)
+            life_s = self._random.uniform(0.02, longest_s) if mortal else 0.0
         elif role == "consumer":
             arguments += [self._incarnation]
             kill_at = f"point:{self._random.randrange(CONSUMER_POINTS)}" if mortal else ""
