@@ -169,13 +169,13 @@ class BlockingClient:
 
     def _ask_once(self, body: RequestBody, deadline_s: float, extra_s: float) -> tuple[Any, list[Any]]:
         sequence, frames = self._dialogue.request(body)
-        self._dialogue.sent(sequence)
         due_s = started_s = time.monotonic()
         while True:
             now_s = time.monotonic()
             if now_s >= deadline_s:
                 raise no_answer(self._dialogue, body, now_s - started_s)
             if now_s >= due_s and self._send(frames):
+                self._dialogue.sent(sequence)  # a number whose deadline passed before it was sent would leave a gap
                 due_s = now_s + self._answer_s / 3 + extra_s
             answer = self._receive(sequence, min(due_s, deadline_s) - now_s)
             if answer is not None:

@@ -141,6 +141,16 @@ class Gate:
         self.producer_gone(producer, now_s, "it was started again")
         self.fleet.hello(producer, now_s)
 
+    def hello_again(self, producer: str, holds: Iterable[tuple[int, int]], now_s: float) -> bool:
+        """The same process speaks on; tickets issued to it that it does not hold never came. False if it is not known."""
+        if not self.fleet.again(producer, now_s):
+            return False
+        held = set(holds)
+        for record in self._book.held_by(producer):
+            if (record.ticket, record.attempt) not in held:
+                self._book.fail(record, "the ticket was lost with the broker that gave it")
+        return True
+
     def heartbeat(self, producer: str, version: int, in_flight: dict[int, int], sampled_tokens: int, now_s: float) -> None:
         """A producer is alive. Raises VersionError if its version fell or is above the committed steps."""
         self.fleet.report_version(producer, version, self._learner_step)

@@ -117,7 +117,8 @@ class QueueStatus(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """First message of a client; a consumer's incarnation fences every older one.
 
-    ``again``: the same process has said hello before, to a broker that is gone; a producer keeps its tickets.
+    ``again``: the same process has said hello before, to a broker that is gone; a producer keeps ``tickets``, the (ticket, attempt)
+    that it holds. Others that were issued to it never came, since the broker died with the answer, and are issued again.
     ``restore``: a consumer that starts from an older checkpoint takes the queue back to this frontier.
     """
 
@@ -125,6 +126,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     incarnation: Count = 0
     schema: Count = SCHEMA_VERSION
     again: bool = False
+    tickets: tuple[tuple[int, int], ...] = ()
     restore: Frontier | None = None
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -21,12 +22,13 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, UnknownSession
 from asyncrl.queue.connection import FULL_PAUSE_S, START_TIMEOUT_S, dialogue_for, expect, no_answer, open_socket
-from asyncrl.queue.messages import Hello, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
+from asyncrl.queue.messages import Fail, Hello, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
 from asyncrl.queue.wire import Dialogue
 
 __all__ = ["ProducerLink"]
 
 MAX_OUTSTANDING = 16
+MAX_HELD = 1 << 14
 
 R = TypeVar("R")
 
@@ -44,6 +46,7 @@ class ProducerLink:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._untaken: list[Tickets] = []
         self._abandoned: set[int] = set()
+        self._held: OrderedDict[int, int] = OrderedDict()
         self._slots = asyncio.Semaphore(MAX_OUTSTANDING)
         self._greeting = asyncio.Lock()
         self._greeted = 0
@@ -86,7 +89,9 @@ class ProducerLink:
             while True:
                 greeted = self._greeted
                 try:
-                    return await self._ask_once(kind, body, payloads, deadline_s, extra_s)
+                    answer = await self._ask_once(kind, body, payloads, deadline_s, extra_s)
+                    self._answered(body, answer)
+                    return answer
                 except UnknownSession:
                     async with self._greeting:
                         if greeted == self._greeted:
@@ -101,7 +106,7 @@ class ProducerLink:
         self._context.term()
 
     async def _hello(self, timeout_s: float, again: bool) -> None:
-        body = Hello(role=Role.PRODUCER, incarnation=self._incarnation, again=again)
+        body = Hello(role=Role.PRODUCER, incarnation=self._incarnation, again=again, tickets=tuple(self._held.items()))
         await self._ask_once(Welcome, body, (), time.monotonic() + timeout_s, 0.0)
         self._greeted += 1
 
@@ -153,7 +158,29 @@ class ProducerLink:
             frames = [frame.buffer for frame in await self._socket.recv_multipart(copy=False)]
             self._settle(*self._dialogue.reply(frames)[:2])
 
+    def _answered(self, body: RequestBody, answer: Any) -> None:
+        """What was put or failed is held no more."""
+        done: list[tuple[int, int]] = []
+        if isinstance(body, Fail):
+            done.append((body.ticket, body.attempt))
+        elif isinstance(body, Put):
+            outcomes = zip(body.groups, answer.outcomes, strict=True)
+            done += [(item.meta.ticket, item.meta.attempt) for item, outcome in outcomes if not outcome.startswith("held: ")]
+        for ticket, attempt in done:
+            if self._held.get(ticket) == attempt:
+                del self._held[ticket]
+
+    def _hold(self, tickets: Tickets) -> None:
+        """Notes tickets as they arrive, before any later answer is read: a hello says which ones came."""
+        for ticket in tickets.tickets:
+            self._held[ticket.ticket] = ticket.attempt
+            self._held.move_to_end(ticket.ticket)
+        while len(self._held) > MAX_HELD:
+            self._held.popitem(last=False)
+
     def _settle(self, sequence: int, body: Any) -> None:
+        if isinstance(body, Tickets):
+            self._hold(body)
         if sequence in self._abandoned:
             self._abandoned.discard(sequence)
             if isinstance(body, Tickets):

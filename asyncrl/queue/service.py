@@ -85,7 +85,7 @@ class QueueService:
         elif hello.role is m.Role.PRODUCER:
             if hello.incarnation != self._incarnation:
                 raise FencedError(f"this start of the run is incarnation {self._incarnation}; {sender} is of {hello.incarnation}: end it")
-            if not (hello.again and self.gate.fleet.again(sender, now_s)):
+            if not (hello.again and self.gate.hello_again(sender, hello.tickets, now_s)):
                 self.gate.hello(sender, now_s)
             self._told_to_advance = {name: v for name, v in self._told_to_advance.items() if name != sender and self.gate.fleet.knows(name)}
         return self.welcome()
@@ -102,7 +102,7 @@ class QueueService:
                 f"{frontier.steps}: start the queue from that checkpoint"
             )
         if frontier != self.gate.frontier():
-            self.gate = take_back(self.gate, self._store, self._journal, frontier, hello.incarnation, now_s)
+            self.gate = take_back(self.gate, self._store, self._journal, frontier, self._incarnation, now_s)
 
     def remembers(self, sender: str, role: m.Role) -> bool:
         """Whether a client that has greeted need not introduce itself again: a producer may have been forgotten."""

@@ -39,16 +39,22 @@ class Session:
         self.identity = identity
         self.role: Role = hello.role
         self.incarnation = hello.incarnation
-        self._last = sequence
+        self._first = self._last = sequence
         self._answers: OrderedDict[int, list[Any]] = OrderedDict()
         self._open: set[int] = set()
+
+    def greeted_again(self, sequence: int) -> None:
+        """The same process gave up waiting for its welcome and said hello once more: its numbers go on from there."""
+        self._last = max(self._last, sequence)
 
     def arrive(self, sequence: int) -> Arrival:
         """Takes note of a request's number.
 
         Raises:
-            QueueError: a gap, or a repeat of something forgotten.
+            QueueError: a gap, or a repeat of something forgotten. UnknownSession: a repeat of what was asked before the hello.
         """
+        if sequence < self._first:
+            raise UnknownSession(f"{self.sender} repeats number {sequence}, from before its hello: ask anew")
         if sequence == self._last + 1:
             self._last = sequence
             self._open.add(sequence)
@@ -93,7 +99,10 @@ class Sessions:
     def greeted(self, envelope: Envelope, identity: bytes) -> bool:
         """Whether this very process has said hello already."""
         session = self._sessions.get(envelope.sender)
-        return session is not None and session.identity == identity
+        if session is None or session.identity != identity:
+            return False
+        session.greeted_again(envelope.sequence)
+        return True
 
     def open(self, envelope: Envelope, identity: bytes, hello: Hello) -> Session:
         """Begins a session; one of the same name ends."""

@@ -90,6 +90,8 @@ class LedgerFile:
     def begin_branch(self, steps: int, changes: Changes) -> int:
         """A restore to ``steps`` committed steps: later ones are deleted, ``changes`` written, the new branch returned.
 
+        ``changes.groups`` are all live groups: what was being sampled is live no more.
+
         Raises:
             DiskFull: nothing was written. QueueError: the disk failed otherwise.
         """
@@ -97,6 +99,7 @@ class LedgerFile:
         with self._transaction():
             self._connection.execute("UPDATE facts SET value = ? WHERE key = 'branch'", (branch,))
             self._connection.execute("DELETE FROM steps WHERE step >= ?", (steps,))
+            self._connection.execute("DELETE FROM groups WHERE state IN ('generating', 'reissue')")
             self._apply(changes)
         self._remember(changes)
         return branch
