@@ -83,7 +83,7 @@ def _gate(
     for row in (*snapshot.live, *snapshot.kept):
         if row.has_payload:
             store.restore(row.ticket, _payload(row))
-    for row in snapshot.kept:
+    for row in (*snapshot.kept, *snapshot.bare):
         journal.recall(row)
     state, now_s = msgspec.msgpack.decode(snapshot.state, type=GateState), time.monotonic()
     if state.incarnation < incarnation:  # a stop ends one start of the run

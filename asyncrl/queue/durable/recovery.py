@@ -68,7 +68,8 @@ def recover(log: SegmentLog, ledger: LedgerFile, problem: Callable[[GroupRow], s
     changed = tuple(row for row in (*live, *kept) if row.ticket in reasons)
     if changed:
         ledger.write(Changes(groups=changed))
-    snapshot = msgspec.structs.replace(snapshot, live=live, kept=tuple(row for row in kept if row.has_payload))
+    bare = (*snapshot.bare, *(row for row in kept if not row.has_payload))
+    snapshot = msgspec.structs.replace(snapshot, live=live, kept=tuple(row for row in kept if row.has_payload), bare=bare)
     return Recovered(snapshot=snapshot, damaged=tuple(damaged), report=tuple(log.report))
 
 
