@@ -10,7 +10,6 @@ from durable_setup import new_ledger
 from test_queue_service import CONSUMER, OBSERVER, PRODUCER, group_for, new_service, put, say, tickets
 from test_queue_sessions import HELLO, dialogue, envelope
 
-from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import PeerTimeout, UnknownSession
 from asyncrl.queue import messages as m
 from asyncrl.queue.connection import BlockingClient
@@ -103,7 +102,7 @@ def test_b58_a_broker_that_was_started_again_still_knows_what_was_dropped_when_t
     assert (ticket.ticket, ticket.attempt) == (0, 1)
     service.commit()
     service.close()
-    with open_shards(RunDir(tmp_path)) as shards:
+    with open_shards(tmp_path) as shards:
         assert verify(shards).sound
 
 
