@@ -273,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=[*MODES, "each"], default="each", help="who is killed; each: broker, then clients, then all")
     parser.add_argument("--payload", choices=["shm", "inline", "both"], default="both", help="both: half of the points with each")
-    parser.add_argument("--keep", action="store_true", help="keep the run directories of what failed")
+    parser.add_argument("--keep", action="store_true", help="keep the run directories")
     options = parser.parse_args(arguments)
     failed = 0
     for mode in MODES if options.mode == "each" else [options.mode]:
@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed += bool(tally.problems)
             for problem in tally.problems:
                 print(f"  {problem}", file=sys.stderr)
-            if tally.problems and options.keep:
+            if options.keep:
                 print(f"  kept: {folder}", file=sys.stderr)
             else:
                 subprocess.run(["rm", "-rf", str(folder)], check=True)
