@@ -84,7 +84,7 @@ def _acknowledged(folder: Path, tally: Tally) -> set[tuple[int, int]]:
     """Attempts that a producer was told the queue has; one that is accepted twice is a problem."""
     accepted: Counter[tuple[int, int]] = Counter()
     promised = set()
-    for file in sorted(folder.glob("acks-*.jsonl")) + [folder / "consumer.jsonl"]:
+    for file in [*sorted(folder.glob("acks-*.jsonl")), folder / "consumer.jsonl"]:
         for line in file.read_text().splitlines():
             outcome, *key = json.loads(line)
             tally.outcomes[outcome.partition(":")[0]] += 1
@@ -129,7 +129,8 @@ def _promises(
     kept |= {key for key in promised if key[0] in settled and not has_signal(key[0])}
     lost = sorted(promised - kept)
     if lost:
-        yield f"{len(lost)} acknowledged attempts are neither trained, waiting, nor given up: {lost[:8]}, live {[live.get(t) for t, _ in lost[:3]]}"
+        rows = [live.get(ticket) for ticket, _ in lost[:3]]
+        yield f"{len(lost)} acknowledged attempts are neither trained, waiting, nor given up: {lost[:8]}, live {rows}"
 
 
 def _counts(status: QueueStatus, frontier: Frontier, live: int) -> Iterator[str]:

@@ -3,9 +3,9 @@
 Consumes one JSON line a birth on stdin ({"role", "arguments", "log", "kill_at"}); produces one a birth ({"born"}) and one a death
 ({"died", "status"}) on stdout. It waits for either; the end of stdin ends it and all its children.
 
-``ASYNCRL_TEST_KILL_AT=KIND:NUMBER`` in a child's environment is read here alone: the process kills itself with SIGKILL at the call of that
-number. Kinds: ``write`` before a write to the log, ``torn`` after half of it, ``statement`` before a statement of the ledger, ``send`` before
-a message is sent, ``sent`` after it, ``point`` at a named point of the consumer's loop.
+``ASYNCRL_TEST_KILL_AT=KIND:NUMBER`` in a child's environment is read here alone: the process kills itself with SIGKILL at the call of
+that number. Kinds: ``write`` before a write to the log, ``torn`` after half of it, ``statement`` before a statement of the ledger,
+``send`` before a message is sent, ``sent`` after it, ``point`` at a named point of the consumer's loop.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _born(order: dict[str, Any]) -> int:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.environ[KILL_AT] = order["kill_at"]
         code = _live(order["role"], order["arguments"])
-    except BaseException:  # a forked child must not go on in its parent's loop, whatever was raised: it is logged and ends the child
+    except BaseException:  # noqa: BLE001 - a forked child must not go on in its parent's loop, whatever was raised: it ends, and says why
         traceback.print_exc()
     sys.stderr.flush()
     os._exit(code)

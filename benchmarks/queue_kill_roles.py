@@ -125,24 +125,24 @@ def consume(folder: Path, incarnation: int, point: Callable[[str], None]) -> Non
     with Consumer.connect(run_dir.read_config(), facts, "learner-0", CONNECT_S, restore=weights.frontier) as consumer:
         point("greeted")
         while True:
-            lease = _insist(said, lambda: consumer.lease(step, LEASE_WAIT_S))
+            lease = _insist(said, consumer.lease, step, LEASE_WAIT_S)
             if lease.ended:
                 break
             if not lease.groups:
                 continue
             point("leased")
-            groups, damaged = _insist(said, lambda: consumer.fetch(lease.groups))
+            groups, damaged = _insist(said, consumer.fetch, lease.groups)
             if damaged:
                 raise AssertionError(f"payload was damaged: {damaged}")
             point("fetched")
             weights.trained += [_told(ticket, group) for ticket, group in groups.items() if has_signal(ticket)]
             point("trained")
-            weights.frontier = _insist(said, lambda: consumer.commit(step)).frontier
+            weights.frontier = _insist(said, consumer.commit, step).frontier
             point("committed")
             step += 1
             if step % SAVE_EVERY == 0:
                 _save(folder, weights, point)
-                _insist(said, lambda: consumer.checkpointed(step))
+                _insist(said, consumer.checkpointed, step)
                 point("told")
         _save(folder, weights, point)
 
@@ -161,10 +161,10 @@ def _told(ticket: int, group: TrajectoryGroup) -> tuple[int, int]:
     return told
 
 
-def _insist(said: Lines, call: Callable[[], T]) -> T:
+def _insist(said: Lines, call: Callable[..., T], *arguments: Any) -> T:
     """The answer, however often the broker was too slow in coming back."""
     while True:
         try:
-            return call()
+            return call(*arguments)
         except PeerTimeout:
             said.write("timeout", "consumer")

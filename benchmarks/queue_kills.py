@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +42,8 @@ CONSUMER_POINTS = 24
 PRODUCER_LIFE_S = 1.0
 BROKER_LIFE_S = 1.5
 READY_S, DRY_S = 120.0, 60.0
+STEPS_AFTER = 3
+POLL_S = 0.05
 MODES = {"broker": ("broker",), "clients": ("producer", "consumer"), "all": ("broker", "producer", "consumer")}
 
 
@@ -220,6 +221,10 @@ class KillRun:
         config, facts = self.run_dir.read_config(), self.run_dir.read_facts()
         with Observer.connect(config, facts, "driver", DRY_S) as observer:
             deadline_s = time.monotonic() + DRY_S
+            goal = observer.status().step + STEPS_AFTER
+            while observer.status().step < goal and not self.tally.problems:
+                self._expect(time.monotonic() < deadline_s, f"the queue goes on after the last kill; it stands: {observer.status()}")
+                time.sleep(POLL_S)
             observer.stop()
             self._until(lambda: not {"consumer", *PRODUCERS} & {name for name, _ in self._roles.values()}, deadline_s, observer)
             status: QueueStatus = observer.status()
@@ -227,6 +232,10 @@ class KillRun:
         self._until(lambda: not self._roles, time.monotonic() + DRY_S, None)
         if not self.tally.problems:
             check(self.run_dir, status, self.tally)
+
+    def _expect(self, holds: bool, rule: str) -> None:
+        if not holds:
+            self.tally.problems.append(rule)
 
     def _replace_mortals(self) -> None:
         """Those with a fuse are killed, and come back without one."""
@@ -264,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mode", choices=[*MODES, "each"], default="each", help="who is killed; each: broker, then clients, then all")
     parser.add_argument("--payload", choices=["shm", "inline", "both"], default="both", help="both: half of the points with each")
-    parser.add_argument("--keep", action="store_true", help="keep the run directories of what failed")
+    parser.add_argument("--keep", action="store_true", help="keep the run directories")
     options = parser.parse_args(arguments)
     failed = 0
     for mode in MODES if options.mode == "each" else [options.mode]:
@@ -277,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed += bool(tally.problems)
             for problem in tally.problems:
                 print(f"  {problem}", file=sys.stderr)
-            if tally.problems and options.keep:
+            if options.keep:
                 print(f"  kept: {folder}", file=sys.stderr)
             else:
                 subprocess.run(["rm", "-rf", str(folder)], check=True)

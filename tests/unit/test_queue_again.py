@@ -14,9 +14,11 @@ from asyncrl.errors import PeerTimeout, UnknownSession
 from asyncrl.queue import messages as m
 from asyncrl.queue.connection import BlockingClient
 from asyncrl.queue.durable.rows import Changes, GroupRow
+from asyncrl.queue.inspect import open_shards
 from asyncrl.queue.ledger import EMPTY
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Arrival, Session, Sessions
+from asyncrl.queue.verify import verify
 
 
 def again(path: Path, service: QueueService | None = None, **queue: Any) -> QueueService:
@@ -45,7 +47,8 @@ def test_b58_a_learner_that_goes_back_leaves_producers_of_this_start_welcome(tmp
     assert len(say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=0.0)).groups) == 2
     say(service, CONSUMER, m.Commit(step=0, incarnation=0))
     service.greet("learner-0", m.Hello(role=m.Role.CONSUMER, incarnation=1, restore=EMPTY), 0.0)
-    assert put(service, *((ticket, group_for(ticket)) for ticket in tickets(service, 1)).__next__()) == "accepted"
+    (ticket,) = tickets(service, 1)
+    assert put(service, ticket, group_for(ticket)) == "accepted"
 
 
 def test_b58_a_stop_outlives_a_restore_and_the_broker(tmp_path: Path) -> None:
@@ -82,6 +85,25 @@ def test_b58_what_was_being_sampled_leaves_the_ledger_with_a_restore(tmp_path: P
     ledger.begin_branch(0, Changes(groups=(rows[3],)))
     assert [row.ticket for row in ledger.load().live] == [3]
     ledger.close()
+
+
+def test_b58_a_broker_that_was_started_again_still_knows_what_was_dropped_when_the_queue_goes_back(tmp_path: Path) -> None:
+    service = again(tmp_path)
+    first, *others = tickets(service, 3)
+    say(service, PRODUCER, m.Fail(ticket=first.ticket, attempt=0, reason="cannot be", final=True))
+    for ticket in others:
+        put(service, ticket, group_for(ticket))
+    say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=0.0))
+    say(service, CONSUMER, m.Commit(step=0, incarnation=0))
+    service = again(tmp_path, service)
+    service.greet("learner-0", m.Hello(role=m.Role.CONSUMER, restore=EMPTY), 0.0)
+    assert service.gate.status().dropped == {"abandoned": 1}  # the groups trained wait again, with their payload
+    (ticket,) = tickets(service, 1)
+    assert (ticket.ticket, ticket.attempt) == (0, 1)
+    service.commit()
+    service.close()
+    with open_shards(tmp_path) as shards:
+        assert verify(shards).sound
 
 
 def test_b56_a_second_hello_of_the_same_process_carries_its_numbers_on() -> None:

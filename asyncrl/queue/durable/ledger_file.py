@@ -133,7 +133,8 @@ class LedgerFile:
         if not (live or kept or steps or state or branch or self._view.counts()):
             return None
         self._written = {row.ticket: row for row in (*live, *kept) if row.meta is not None}
-        return Snapshot(live=live, kept=kept, bare=self._view.bare_rows(), steps=steps, state=state, branch=branch)
+        bare = self._view.bare_rows(from_step=min((row.step for row in steps), default=0))
+        return Snapshot(live=live, kept=kept, steps=steps, state=state, branch=branch, bare=bare)
 
     def close(self) -> None:
         """Frees the file; what was written stays."""

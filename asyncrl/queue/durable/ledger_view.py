@@ -104,9 +104,10 @@ class LedgerView:
         values = () if before_step is None else (before_step,)
         return tuple(decode_group_row(*row) for row in self.read(f"{_ROWS} {where} ORDER BY g.ticket", *values))
 
-    def bare_rows(self) -> tuple[GroupRow, ...]:
-        """Settled groups without payload."""
-        return tuple(decode_group_row(*row) for row in self.read(f"{_ROWS} WHERE p.ticket IS NULL AND {_SETTLED} ORDER BY g.ticket"))
+    def bare_rows(self, from_step: int) -> tuple[GroupRow, ...]:
+        """Groups settled in ``from_step`` or later whose payload is not kept."""
+        where = f"WHERE p.ticket IS NULL AND {_SETTLED} AND g.step >= ?"
+        return tuple(decode_group_row(*row) for row in self.read(f"{_ROWS} {where} ORDER BY g.ticket", from_step))
 
     def row(self, ticket: int) -> GroupRow | None:
         """The row of a ticket, if there is one."""

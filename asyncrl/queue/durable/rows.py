@@ -90,8 +90,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """What a ledger file holds at start.
 
     Attributes:
-        live: groups neither trained nor dropped, in ticket order; kept: settled ones whose payload is kept.
-        bare: settled ones without payload that a restore may still ask for.
+        live: groups neither trained nor dropped, in ticket order; kept: settled ones whose payload is kept; bare: settled ones
+            without payload that a kept checkpoint may open again.
         steps: kept steps, ascending; state: as last written; branch: number of restores so far.
     """
 
