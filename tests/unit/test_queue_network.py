@@ -24,9 +24,9 @@ def test_off_this_machine_needs_an_address_and_payload_that_travels(tmp_path: Pa
     keys = f"queue.keys={tmp_path}"
     with pytest.raises(ConfigError, match="name one address"):
         compose(["queue.transport=tcp", "queue.host=0.0.0.0", "queue.payload=inline", keys])
-    with pytest.raises(ConfigError, match="set queue.payload=inline"):
+    with pytest.raises(ConfigError, match="shared memory does not reach"):
         compose([*FAR[:2], keys])
-    with pytest.raises(ConfigError, match="queue.transport=ipc listens at no address"):
+    with pytest.raises(ConfigError, match="listens at no address"):
         compose(["queue.host=192.0.2.7"])
 
 
