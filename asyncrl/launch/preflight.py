@@ -32,10 +32,8 @@ def check_config(config: Config) -> None:
     """
     check_liveness(config)
     _check_host(config)
-    check_keys(
-        config,
-        ["driver", *(f"learner-{n}" for n in range(config.learner.ranks)), *(f"generator-{n}" for n in range(config.generator.replicas))],
-    )
+    ranks, replicas = range(config.learner.ranks), range(config.generator.replicas)
+    check_keys(config, ["driver", *(f"learner-{n}" for n in ranks), *(f"generator-{n}" for n in replicas)])
     _check_batch(config)
     _check_devices(config)
     check_ports(config)

@@ -133,7 +133,7 @@ def check_network(queue: QueueConfig) -> None:
     """
     if queue.transport == "ipc":
         return
-    if queue.host in ("*", "0.0.0.0", "::", "[::]"):  # noqa: S104 - it is refused
+    if queue.host in ("*", "0.0.0.0", "::", "[::]"):
         raise ConfigError(f"queue.host is the address that clients connect to; met {queue.host}: name one address of this machine")
     endpoint = f"tcp://{queue.host}:{queue.port}"
     check_exposure(endpoint, queue.keys)
