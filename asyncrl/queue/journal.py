@@ -82,8 +82,10 @@ class Journal:
         if self._synced and self._store.log is not None:
             self._store.log.sync()
         self._trim()
-        self._ledger.write(Changes(groups=tuple(self._rows), steps=self._steps(gate, incarnation), state=state, forget=tuple(self._forget)))
+        steps = self._steps(gate, incarnation)
+        self._ledger.write(Changes(groups=tuple(self._rows), steps=steps, state=state, forget=tuple(self._forget)))
         self._rows, self._forget, self._state = [], [], state
+        self._step = steps[-1].step if steps else self._step
         self._store.release_freed()
 
     def checkpointed(self, oldest_step: int) -> None:
@@ -135,8 +137,7 @@ class Journal:
         frontier = gate.frontier()
         if frontier.steps - 1 == self._step or frontier.steps == 0:
             return ()
-        self._step = frontier.steps - 1
-        return (StepRow(step=self._step, incarnation=incarnation, frontier=frontier, committed_s=time.time()),)
+        return (StepRow(step=frontier.steps - 1, incarnation=incarnation, frontier=frontier, committed_s=time.time()),)
 
     def _trim(self) -> None:
         while self._retained and self._store.log_bytes > self._max_log_bytes:
