@@ -115,7 +115,7 @@ class End:
 def carrier(name: str, num_trajectories: int, trajectory_mb: float) -> Iterator[Carrier]:
     """Carries a step of one or more groups, about 256 MB."""
     groups_per_step = max(1, min(MAX_GROUPS, int(STEP_BYTES / (num_trajectories * trajectory_mb * 1e6))))
-    folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-", dir=Path.cwd() if OPTIONS[name]["durability"] == "synced" else None))
+    folder = Path(tempfile.mkdtemp(prefix="asyncrl-bench-"))
     try:
         run_dir = new_run(folder, groups_per_step, OPTIONS[name])
         with broker(run_dir):

@@ -2,7 +2,8 @@
 
 Each reads one line a step from its parent, does its part of the step against the real broker, and answers with a line of bytes.
 The producer encodes one group and puts it under every ticket; what is measured is the way of its payload. Inside: the checksum at
-both ends, metadata, tickets, leases, commits, and what the broker writes. Outside: encoding, Arrow's validation, decoding.
+both ends, metadata, tickets, leases, commits, and what the broker writes; each step is checkpointed, so that the log writes its files
+anew. Outside: encoding, Arrow's validation, decoding.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def consume(run_dir: RunDir) -> None:
                 raise DataError(f"a step has groups; met {lease.blocked}")
             print(sum(_fetch(consumer, mappings, meta.ticket) for meta in lease.groups), flush=True)
             consumer.commit(step)
+            consumer.checkpointed(step + 1)
 
 
 def _fetch(consumer: Consumer, mappings: Mappings, ticket: int) -> int:
