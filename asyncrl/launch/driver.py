@@ -160,12 +160,17 @@ class Driver:
         supervisor.terminate(workers)
         exits = supervisor.wait(workers, self._config.launch.stop_grace_s)
         self._stop_failures = [_death(exit_) for exit_ in exits if exit_.name.startswith("learner") and exit_.code != 0]
-        late = [name for name in sorted(supervisor.running) if name.startswith("learner")]
-        self._stop_failures += [f"{name} did not end within launch.stop_grace_s and was killed" for name in late]
         self._status = self._ask(observer.status) or self._status
+        late = [name for name in sorted(supervisor.running) if name.startswith("learner")]
+        if not self._saved_last_step():  # otherwise all that was killed was the end of a process
+            self._stop_failures += [f"{name} did not end within launch.stop_grace_s and was killed" for name in late]
         self._ask(lambda: observer.stop(exit=True))
         supervisor.wait(brokers, QUEUE_STOP_S)
         supervisor.kill_all()
+
+    def _saved_last_step(self) -> bool:
+        saved = self._run_dir.latest_checkpoint()
+        return saved is not None and self._status is not None and saved.name == f"step-{self._status.step:06d}"
 
     def _ask(self, request: Callable[[], R]) -> R | None:
         """What a queue that is being stopped answers; its silence costs nobody else the stop."""

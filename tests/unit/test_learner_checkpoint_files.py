@@ -20,7 +20,7 @@ class FileEngine:
     def __init__(self, dies: bool = False) -> None:
         self.dies = dies
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, synced: bool = True) -> None:
         assert not (folder / "manifest.json").exists()
         if self.dies:
             raise RuntimeError("disk")
