@@ -159,6 +159,43 @@ class Actors:
         self.checkpoints = [*self.checkpoints[1 - KEPT_CHECKPOINTS :], checkpoint]
         self.driver.checkpointed(self.checkpoints[0].steps)
 
+    # all of them, until something is reached
+
+    def is_over(self) -> bool:
+        """Whether the learner is told that no batch will come, because every prompt is settled or a stop was asked for."""
+        answer = self.driver.lease(self.steps, self.incarnation, self.now_s)
+        self.drain()
+        return isinstance(answer, Blocked) and answer.ended and (self.stopped or len(self.model.settled) == self.shape.total)
+
+    def run_with_stragglers(self, steps: int, patient: bool) -> None:
+        """Finishes whatever is newest and trains what may be; the oldest ticket is finished only when nothing else moves."""
+        target = self.steps + steps
+        for _ in range(40 * (self.shape.groups + self.shape.window + 8)):
+            moved = self.lease()
+            if moved:
+                self.commit()
+            if self.steps >= target:
+                return
+            for name in self.names:
+                self.versions[name] = max(self.published, self.versions[name])
+                while self.ask(name):
+                    moved = True
+            oldest = min((issue.ticket for name in self.names for issue in self.may_put(name)), default=-1)
+            for name in self.names:
+                for issue in sorted(self.may_put(name), key=lambda issue: -issue.ticket):
+                    if issue.ticket != oldest:
+                        self.put(name, issue, signal=True)
+                        moved = True
+            if moved:
+                continue
+            if not patient or self.is_over():
+                return
+            for name in self.names:
+                for issue in self.may_put(name):
+                    self.put(name, issue, signal=True)
+            self.now_s += 1.0
+            self.silence()
+
     # what is seen of the queue
 
     def drain(self) -> None:

@@ -24,7 +24,6 @@ from queue_shards import ShardedDriver
 
 from asyncrl.errors import FencedError, QueueError, VersionError
 from asyncrl.queue.records import Blocked
-from asyncrl.queue.settings import least_staleness
 
 __all__ = ["QueueMachine"]
 
@@ -62,26 +61,18 @@ class QueueMachine(RuleBasedStateMachine, Actors):
         total: int | None,
         data: st.DataObject,
     ) -> None:
-        shards = data.draw(self.shards)
-        groups, every = max(groups, shards), min(every, staleness + 1)
-        if uses > 1 or order != "fifo":
-            window = 1
-        while window > 1 and least_staleness(groups // shards, window, every, uses) > staleness:
-            window -= 1
-        if order == "fifo":
-            uses = min(uses, staleness - least_staleness(groups // shards, window, every) + 1)
-        shape = Shape(
+        numbers = Shape(
             groups=groups,
             staleness=staleness,
             window=window,
             every=every,
-            shards=shards,
+            shards=data.draw(self.shards),
             order=order,
             max_uses=uses,
-            rate=min(rate, uses) if order != "fifo" else 0.0,
+            rate=rate,
             total=total,
         )
-        self.begin(shape, producers)
+        self.begin(numbers.that_lives(), producers)
 
     # producers
 
@@ -301,37 +292,3 @@ class QueueMachine(RuleBasedStateMachine, Actors):
         assert self.steps >= target or self.is_over(), f"stuck: {[broker.status().blocked for broker in self.driver.brokers()]}"
         type(self).rules_run["examples"] += 1
         type(self).rules_run[self.shape.order] += 1
-
-    def is_over(self) -> bool:
-        """Whether the learner is told that no batch will come, because every prompt is settled or a stop was asked for."""
-        answer = self.driver.lease(self.steps, self.incarnation, self.now_s)
-        self.drain()
-        return isinstance(answer, Blocked) and answer.ended and (self.stopped or len(self.model.settled) == self.shape.total)
-
-    def run_with_stragglers(self, steps: int, patient: bool) -> None:
-        """Finishes whatever is newest and trains what may be; the oldest ticket is finished only when nothing else moves."""
-        target = self.steps + steps
-        for _ in range(40 * (self.shape.groups + self.shape.window + 8)):
-            moved = self.lease()
-            if moved:
-                self.commit()
-            if self.steps >= target:
-                return
-            for name in self.names:
-                self.versions[name] = max(self.published, self.versions[name])
-                while self.ask(name):
-                    moved = True
-            oldest = min((issue.ticket for name in self.names for issue in self.may_put(name)), default=-1)
-            for name in self.names:
-                for issue in sorted(self.may_put(name), key=lambda issue: -issue.ticket):
-                    if issue.ticket != oldest:
-                        self.put(name, issue, signal=True)
-                        moved = True
-            if moved:
-                continue
-            if not patient or self.is_over():
-                return
-            for name in self.names:
-                for issue in self.may_put(name):
-                    self.put(name, issue, signal=True)
-            self.time_passes(1.0)

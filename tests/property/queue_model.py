@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from asyncrl.queue.messages import Frontier
 from asyncrl.queue.records import GroupRecord, Issue, Settled
+from asyncrl.queue.settings import least_staleness
 from asyncrl.trajectory import GroupMeta
 
 __all__ = ["Checkpoint", "Model", "Shape"]
@@ -31,6 +32,18 @@ class Shape:
     rate: float = 0.0
     max_queued_groups: int = 3
     total: int | None = None
+
+    def that_lives(self) -> Shape:
+        """The nearest shape that the settings do not refuse."""
+        groups, every, window, uses = max(self.groups, self.shards), min(self.every, self.staleness + 1), self.window, self.max_uses
+        fifo, share = self.order == "fifo", groups // self.shards
+        if uses > 1 or not fifo:
+            window = 1
+        while window > 1 and least_staleness(share, window, every, uses) > self.staleness:
+            window -= 1
+        if fifo:
+            uses = min(uses, self.staleness - least_staleness(share, window, every) + 1)
+        return replace(self, groups=groups, every=every, window=window, max_uses=uses, rate=0.0 if fifo else min(self.rate, uses))
 
 
 @dataclass(frozen=True, kw_only=True)

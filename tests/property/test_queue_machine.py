@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import ClassVar
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,11 +17,11 @@ PROFILE = settings(
 
 
 class OneBroker(QueueMachine):
-    rules_run = Counter[str]()
+    rules_run: ClassVar[Counter[str]] = Counter()
 
 
 class Shards(QueueMachine):
-    rules_run = Counter[str]()
+    rules_run: ClassVar[Counter[str]] = Counter()
     shards = st.integers(2, 3)
 
 

@@ -97,5 +97,5 @@ def test_a_rate_above_the_uses_of_a_group_is_refused() -> None:
     [(0.0, 1, 9.0), (-1.0, 1, 9.0), (float("nan"), 1, 9.0), (float("inf"), 1, 9.0), (1e-7, 1, 9.0), (1.0, 0, 9.0), (1.0, 1, float("nan"))],
 )
 def test_numbers_without_meaning_are_refused(rate: float, least: int, buffer: float) -> None:
-    with pytest.raises(ConfigError, match="queue|algorithm"):
+    with pytest.raises(ConfigError, match=r"queue|algorithm"):
         limiter(rate, least, buffer)
