@@ -141,7 +141,7 @@ class Consumer:
         """
         if step != self._step:
             self._step, self._leases = step, {}
-        if not self._leases:  # or the batch would grow that was formed without it
+        if not any(lease.groups for lease in self._leases.values()):  # or the batch would grow that was formed without it
             self._revive(step)
         blocked: list[str] = []
         extras = self._extras()
