@@ -101,8 +101,8 @@ class Journal:
         given_up = list(abandoned)
         for record, _ in given_up:
             self._drop_payload(record.ticket)
-        live = {record.ticket for record in gate.live()}
-        self._settled = OrderedDict((t, kept) for t, kept in self._settled.items() if kept[0].settled_at < steps and t not in live)
+        other = {record.ticket for record in gate.live()} | {record.ticket for record, _ in given_up}
+        self._settled = OrderedDict((t, kept) for t, kept in self._settled.items() if kept[0].settled_at < steps and t not in other)
         self._retained = OrderedDict((t, None) for t in self._retained if t in self._settled)
         gate.take_changed()
         if self._ledger is None:

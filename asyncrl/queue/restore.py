@@ -42,6 +42,9 @@ def restored(
     live: list[GroupRecord] = []
     given_up: list[GroupRecord] = []
     attempts = dict(before.attempts)
+    given_up += [record for record in gate.live() if record.ticket in done]  # trained by a learner whose commit did not arrive here
+    attempts.update({record.ticket: record.attempt + 1 for record in given_up})
+    in_weights = len(given_up)
     for record in sorted((*settled, *gate.live()), key=lambda record: record.ticket):
         if record.ticket in done:
             continue
@@ -52,7 +55,7 @@ def restored(
         given_up.append(record)
     state = _state_at(before, frontier, attempts, live)
     fresh = Gate.recovered(gate.settings, state, live, incarnation, now_s)
-    finished = sum(record.meta is not None or record.settled_at >= 0 for record in given_up)
+    finished = sum(record.meta is not None or record.settled_at >= 0 for record in given_up[in_weights:])
     fresh.abandon(finished + _abandoned(before.frontier) - _abandoned(frontier))
     fresh.fleet.forget_versions()
     return fresh, given_up

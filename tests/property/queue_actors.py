@@ -33,7 +33,7 @@ class Actors:
         self.model.strict = shape.order == "fifo"
         self.driver: Driver = ShardedDriver.of(shape) if shape.shards > 1 else _alone(shape)
         self.now_s, self.published, self.steps, self.incarnation, self.start_number = 0.0, 0, 0, 0, 0
-        self.stopped, self.restored_once = False, False
+        self.stopped, self.out_of_order = False, False
         self.held: dict[str, list[Issue]] = {}
         self.lost: list[tuple[str, GroupMeta]] = []
         self.versions: dict[str, int] = {}
@@ -165,27 +165,28 @@ class Actors:
         """Whether the learner is told that no batch will come, because every prompt is settled or a stop was asked for."""
         answer = self.driver.lease(self.steps, self.incarnation, self.now_s)
         self.drain()
-        return isinstance(answer, Blocked) and answer.ended and (self.stopped or len(self.model.settled) == self.shape.total)
+        everything = len(self.model.settled) == self.shape.total or not self.whole()
+        return isinstance(answer, Blocked) and answer.ended and (self.stopped or everything)
 
-    def run_with_stragglers(self, steps: int, patient: bool) -> None:
-        """Finishes whatever is newest and trains what may be; the oldest ticket is finished only when nothing else moves."""
-        target = self.steps + steps
+    def run_with_stragglers(self, steps: int, patient: bool, last: bool = False) -> None:
+        """Finishes whatever is newest and trains what may be; one ticket is finished only when nothing else moves.
+
+        It is the oldest that is out, or with ``last`` the one issued last, when no more could be: the bound is tightest there.
+        """
+        target, straggler = self.steps + steps, -1
+        if last:
+            for name in self.names:
+                while self.ask(name):
+                    pass
+            straggler = max((issue.ticket for name in self.names for issue in self.may_put(name)), default=-1)
         for _ in range(40 * (self.shape.groups + self.shape.window + 8)):
             moved = self.lease()
             if moved:
                 self.commit()
             if self.steps >= target:
                 return
-            for name in self.names:
-                self.versions[name] = max(self.published, self.versions[name])
-                while self.ask(name):
-                    moved = True
-            oldest = min((issue.ticket for name in self.names for issue in self.may_put(name)), default=-1)
-            for name in self.names:
-                for issue in sorted(self.may_put(name), key=lambda issue: -issue.ticket):
-                    if issue.ticket != oldest:
-                        self.put(name, issue, signal=True)
-                        moved = True
+            if self.ask_and_put(straggler):
+                moved = True
             if moved:
                 continue
             if not patient or self.is_over():
@@ -193,8 +194,25 @@ class Actors:
             for name in self.names:
                 for issue in self.may_put(name):
                     self.put(name, issue, signal=True)
+            straggler = -1
             self.now_s += 1.0
             self.silence()
+
+    def ask_and_put(self, straggler: int) -> bool:
+        """Everybody loads the published weights, asks for all that there is, and finishes all but one; whether anything happened."""
+        moved = False
+        for name in self.names:
+            self.versions[name] = max(self.published, self.versions[name])
+            while self.ask(name):
+                moved = True
+        out = [issue.ticket for name in self.names for issue in self.may_put(name)]
+        waits = straggler if straggler in out else min(out, default=-1)
+        for name in self.names:
+            for issue in sorted(self.may_put(name), key=lambda issue: -issue.ticket):
+                if issue.ticket != waits:
+                    self.put(name, issue, signal=True)
+                    moved = True
+        return moved
 
     # what is seen of the queue
 

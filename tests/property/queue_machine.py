@@ -18,12 +18,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from queue_actors import Actors
-from queue_drivers import DEAD_AFTER_S, DEADLINE_S
+from queue_drivers import DEAD_AFTER_S, DEADLINE_S, GateDriver
 from queue_model import Shape
 from queue_shards import ShardedDriver
 
 from asyncrl.errors import FencedError, QueueError, VersionError
-from asyncrl.queue.records import Blocked
+from asyncrl.queue.records import Blocked, GroupState
 
 __all__ = ["QueueMachine"]
 
@@ -46,6 +46,7 @@ class QueueMachine(RuleBasedStateMachine, Actors):
         uses=st.sampled_from([1, 1, 2, 3]),
         rate=st.sampled_from([0.0, 1.0, 1.5, 0.5]),
         total=st.sampled_from([None, None, 7, 23]),
+        all_come_back=st.booleans(),
         data=st.data(),
     )
     def start(
@@ -59,6 +60,7 @@ class QueueMachine(RuleBasedStateMachine, Actors):
         uses: int,
         rate: float,
         total: int | None,
+        all_come_back: bool,
         data: st.DataObject,
     ) -> None:
         numbers = Shape(
@@ -72,6 +74,7 @@ class QueueMachine(RuleBasedStateMachine, Actors):
             rate=rate,
             total=total,
         )
+        self.all_come_back = all_come_back
         self.begin(numbers.that_lives(), producers)
 
     # producers
@@ -148,9 +151,9 @@ class QueueMachine(RuleBasedStateMachine, Actors):
 
     # the learner
 
-    @rule(steps=st.integers(1, 3))
-    def all_but_the_oldest_finish_and_are_trained(self, steps: int) -> None:
-        self.run_with_stragglers(steps, patient=False)
+    @rule(steps=st.integers(1, 3), last=st.booleans())
+    def all_but_one_finish_and_are_trained(self, steps: int, last: bool) -> None:
+        self.run_with_stragglers(steps, patient=False, last=last)
 
     @rule()
     def learner_leases(self) -> None:
@@ -172,7 +175,7 @@ class QueueMachine(RuleBasedStateMachine, Actors):
         bad = [self.batch[position] for position in {position % len(self.batch) for position in damaged}]
         self.model.returned(meta.ticket for meta in self.batch)
         self.driver.give_back(self.steps, self.incarnation, [(meta.ticket, meta.attempt, "checksum differs") for meta in bad])
-        self.batch = ()
+        self.nothing_is_leased()
 
     @precondition(lambda self: self.batch and self.whole())
     @rule()
@@ -183,7 +186,11 @@ class QueueMachine(RuleBasedStateMachine, Actors):
         for broker in self.driver.brokers():
             with pytest.raises(FencedError):
                 broker.commit(self.steps, self.incarnation - 1, {})
+        self.nothing_is_leased()
+
+    def nothing_is_leased(self) -> None:
         self.batch = ()
+        assert not any(broker.status().leased for broker in self.driver.brokers())
 
     @rule(which=WHICH)
     def wrong_requests_are_refused_and_change_nothing(self, which: int) -> None:
@@ -224,8 +231,8 @@ class QueueMachine(RuleBasedStateMachine, Actors):
             False,
         )
         self.model.restored(checkpoint, self.driver.live(), keep)
-        self.model.strict = self.shape.order == "fifo" and not (keep and self.restored_once)
-        self.restored_once = keep
+        self.model.strict = self.shape.order == "fifo" and not (keep and self.out_of_order)
+        self.out_of_order = keep
         # every producer joins with the weights of the checkpoint
         self.held, self.lost, self.versions = {}, [], dict.fromkeys(self.names, self.steps)
         for name in self.names:
@@ -243,10 +250,29 @@ class QueueMachine(RuleBasedStateMachine, Actors):
         assert isinstance(self.driver, ShardedDriver)
         if len(self.driver.consumer._frontiers) < self.shape.shards:  # the learner cannot say where the dead one is
             return
-        self.model.strict = False
+        self.model.strict, self.out_of_order = False, True
         self.driver.dying = (shard % self.shape.shards, moment)
         if moment == "now":
             self.driver.die(shard % self.shape.shards)
+
+    @precondition(lambda self: self.shape.shards > 1 and self.whole())
+    @rule(
+        shard=WHICH,
+        moment=st.sampled_from(["now", "lease", "before commit", "after commit"]),
+        steps=st.integers(1, 3),
+        then=st.sampled_from(["stays dead", "comes back", "comes back to a lease", "all die"]),
+    )
+    def a_shard_dies_and_the_learner_goes_on(self, shard: int, moment: str, steps: int, then: str) -> None:
+        self.a_shard_dies(shard, moment)
+        self.run_with_stragglers(steps, patient=True)
+        if then == "comes back to a lease":
+            self.ask_and_put(-1)
+            self.lease()
+        if then == "all die":
+            self.all_die_and_the_run_is_restored(0, keep=True)
+        elif then != "stays dead":
+            self.dead_shards_come_back()
+            self.lease()
 
     @precondition(lambda self: self.shape.shards > 1)
     @rule()
@@ -267,11 +293,25 @@ class QueueMachine(RuleBasedStateMachine, Actors):
             assert status.in_flight == status.generating + status.queued_groups + status.leased
             assert broker.log.places == {p.place.offset for p in broker.store._payloads.values() if p.place}, "payload is lost or leaks"
             frontiers[broker.settings.shard] = broker.gate.frontier()
+            self.limiter_counts_what_is_there(broker)
             for name, version in status.producers.items():
                 assert self.shape.shards > 1 or version >= self.said.get(name, -1), "a producer's version fell"
                 self.said[name] = version
         self.model.check(frontiers)
         type(self).rules_run["rules"] += 1
+
+    def limiter_counts_what_is_there(self, broker: GateDriver) -> None:
+        """What its liveness rests on: a group that is gone counts as sampled as often as it paid for."""
+        state, rate, status = broker.gate.state(), self.shape.rate or self.shape.max_uses, broker.status()
+        if self.shape.order != "fifo":
+            assert rate * state.inserted - state.sampled <= rate * (status.queued_groups + status.leased) + 1e-6
+
+    @invariant()
+    def overtaking_is_counted(self) -> None:
+        if self.shape.shards == 1 and self.shape.order == "fifo":
+            for record in self.driver.live():
+                if record.state is not GroupState.LEASED:
+                    assert record.overtaken == len(self.model.overtaken.get(record.ticket, ()))
 
     @invariant()
     def a_broker_recovered_from_its_rows_is_the_same(self) -> None:
@@ -286,7 +326,8 @@ class QueueMachine(RuleBasedStateMachine, Actors):
             return
         if isinstance(self.driver, ShardedDriver):
             self.driver.dying = (-1, "")
-            self.dead_shards_come_back()
+            if self.all_come_back:
+                self.dead_shards_come_back()
         target = self.steps + 6
         self.run_with_stragglers(6, patient=True)
         assert self.steps >= target or self.is_over(), f"stuck: {[broker.status().blocked for broker in self.driver.brokers()]}"

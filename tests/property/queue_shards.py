@@ -41,7 +41,8 @@ class Link:
 
     def lease(self, step: int, wait_s: float, extra: int = 0) -> Lease:
         answer = self._broker().lease(step, self._incarnation, self._driver.now_s, extra)
-        self._driver.may_die(self._shard, "lease")
+        if not isinstance(answer, Blocked):
+            self._driver.may_die(self._shard, "lease")
         if isinstance(answer, Blocked):
             return Lease(step=step, groups=(), blocked=answer.reason, ended=answer.ended)
         return Lease(step=step, groups=answer)
