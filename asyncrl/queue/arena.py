@@ -13,7 +13,7 @@ import itertools
 import mmap
 import os
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,15 +30,18 @@ _SMALLEST_BYTES = 1 << 16
 _HUGE_PAGE_BYTES = 1 << 21
 _MADV_COLLAPSE = 25  # Linux 6.1; the mmap module of Python 3.12 has no name for it
 _PIECE_BYTES = 1 << 17
+_MAX_MAPPED = 128
+"""Each mapping holds an open file, of which a process often may have a thousand; the segments written longest ago are unmapped."""
 
 
 @dataclass(slots=True)
 class _Own:
-    """A segment of this producer; ``touched`` bytes of it hold pages."""
+    """A segment of this producer; ``touched`` of its ``capacity`` bytes hold pages. It has no ``view`` while it isn't mapped."""
 
     name: str
-    view: mmap.mmap = field(repr=False)
+    capacity: int
     touched: int = 0
+    view: mmap.mmap | None = field(default=None, repr=False)
 
 
 def size_class(num_bytes: int) -> int:
@@ -68,6 +71,7 @@ class Arena:
         self._numbers = itertools.count()
         self._used: dict[str, _Own] = {}
         self._free: defaultdict[int, list[_Own]] = defaultdict(list)
+        self._mapped: OrderedDict[str, _Own] = OrderedDict()
 
     @property
     def num_used(self) -> int:
@@ -83,11 +87,12 @@ class Arena:
         views = [memoryview(frame).cast("B") for frame in frames]
         length = sum(view.nbytes for view in views)
         own = self._take(length)
+        target = self._view(own)
         state = xxhash.xxh3_64()
         position = 0
         for piece in _pieces(views):
             state.update(piece)
-            own.view[position : position + piece.nbytes] = piece
+            target[position : position + piece.nbytes] = piece
             position += piece.nbytes
         self._used[own.name] = own
         return Segment(own.name, length, state.intdigest())
@@ -97,7 +102,7 @@ class Arena:
         for name in names:
             own = self._used.pop(name, None)
             if own is not None:
-                self._free[len(own.view)].append(own)
+                self._free[own.capacity].append(own)
             elif name.startswith(self._prefix) and "/" not in name:
                 (self._folder / name).unlink(missing_ok=True)
 
@@ -148,10 +153,29 @@ class Arena:
                 continue  # left by an earlier process of this name: the broker decides when it goes
         try:
             os.ftruncate(handle, capacity)
-            view = mmap.mmap(handle, capacity)
         finally:
             os.close(handle)
-        return _Own(name, view)
+        return _Own(name, capacity)
+
+    def _view(self, own: _Own) -> mmap.mmap:
+        """The mapping of a segment, made if it isn't there."""
+        if own.view is None:
+            handle = os.open(self._folder / own.name, os.O_RDWR | OPEN_FLAGS)
+            try:
+                own.view = mmap.mmap(handle, own.capacity)
+            finally:
+                os.close(handle)
+            self._mapped[own.name] = own
+            if len(self._mapped) > _MAX_MAPPED:
+                self._unmap(next(iter(self._mapped.values())))
+        self._mapped.move_to_end(own.name)
+        return own.view
+
+    def _unmap(self, own: _Own) -> None:
+        self._mapped.pop(own.name, None)
+        if own.view is not None:
+            own.view.close()
+            own.view = None
 
     def _reserve(self, own: _Own, length: int, growth: int) -> None:
         """Allocates the pages now: a mapping that finds no page later is a SIGBUS and not an error."""
@@ -171,12 +195,12 @@ class Arena:
             os.close(handle)
         with contextlib.suppress(OSError):  # huge pages are a gain where the host gives them, no need
             if length >= _HUGE_PAGE_BYTES:
-                own.view.madvise(_MADV_COLLAPSE, 0, length // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
+                self._view(own).madvise(_MADV_COLLAPSE, 0, length // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
         own.touched += growth
         self.num_bytes += growth
 
     def _drop(self, own: _Own, unlink: bool) -> None:
-        own.view.close()
+        self._unmap(own)
         if unlink:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._folder / own.name)

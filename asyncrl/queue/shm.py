@@ -37,9 +37,12 @@ class Segment:
 
 
 class Mappings:
-    """A consumer's read-only views of segments, kept by name; the ones unused for longest go beyond ``max_mapped``."""
+    """A consumer's read-only views of segments, kept by name; the ones unused for longest go beyond ``max_mapped``.
 
-    def __init__(self, run_id: str, *, max_mapped: int = 1024, folder: Path = SHM_FOLDER) -> None:
+    Each mapping holds an open file, of which a process often may have a thousand.
+    """
+
+    def __init__(self, run_id: str, *, max_mapped: int = 128, folder: Path = SHM_FOLDER) -> None:
         self._pattern = name_pattern(run_id)
         self._folder = folder
         self._max_mapped = max_mapped

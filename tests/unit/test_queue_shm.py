@@ -159,3 +159,20 @@ def test_closing_keeps_the_files_unless_told(tmp_path):
     arena.write([b"x"])
     arena.close(unlink=False)
     assert len(os.listdir(tmp_path)) == 1
+
+
+def test_open_files_do_not_rise_with_the_segments(tmp_path):
+    arena, mappings = Arena("run-1", "generator-0", 1 << 30, folder=tmp_path), Mappings("run-1", folder=tmp_path)
+    segments = [arena.write([bytes([n % 256]) * 100]) for n in range(300)]
+    for n, segment in enumerate(segments):
+        assert bytes(mappings.view(segment.name, 100)) == bytes([n % 256]) * 100
+    before = len(os.listdir("/proc/self/fd"))
+    assert before < 300 + 10
+    arena.recycle([segment.name for segment in segments])
+    again = [arena.write([bytes([n % 256]) * 200]) for n in range(300)]
+    assert {segment.name for segment in again} == {segment.name for segment in segments}
+    for n, segment in enumerate(again):
+        assert bytes(mappings.view(segment.name, 200)) == bytes([n % 256]) * 200
+    assert len(os.listdir("/proc/self/fd")) <= before
+    arena.close(unlink=True)
+    assert not list(tmp_path.iterdir())
