@@ -116,8 +116,7 @@ class Arena:
     def _take(self, length: int) -> _Own:
         """A free or new segment with pages for ``length`` bytes, all of them there before the first one is written."""
         capacity = size_class(length)
-        free = self._free[capacity]
-        own = max(free, key=lambda one: one.touched, default=None)
+        own = self._spare(capacity)
         growth = max(0, _pages(length) - (own.touched if own else 0))
         self._shrink(growth, spare=own)
         if self.num_bytes + growth > self.limit_bytes:
@@ -129,9 +128,21 @@ class Arena:
         if own is None:
             own = self._create(capacity)
         else:
-            free.remove(own)
+            self._free[capacity].remove(own)
         self._reserve(own, length, growth)
         return own
+
+    def _spare(self, capacity: int) -> _Own | None:
+        """The free segment with the most pages. One whose file somebody has removed is given up: nobody could read it."""
+        free = self._free[capacity]
+        while free:
+            own = max(free, key=lambda one: one.touched)
+            if (self._folder / own.name).exists():
+                return own
+            free.remove(own)
+            self.num_bytes -= own.touched
+            self._drop(own, unlink=False)
+        return None
 
     def _shrink(self, growth: int, *, spare: _Own | None) -> None:
         """Gives up free segments of other sizes until ``growth`` fits."""

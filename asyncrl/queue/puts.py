@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, DiskFull, SchemaError
+from asyncrl.errors import AsyncRLError, DiskFull, QueueError, SchemaError
 from asyncrl.queue.gate import Gate
 from asyncrl.queue.messages import Put, PutItem
 from asyncrl.queue.store import PayloadStore
@@ -81,7 +81,7 @@ class Puts:
             number = self._refused[kind] = self._refused[kind] + 1
             if worth_saying(number):
                 log.warning("refused ticket %d, attempt %d, of %s (%s, %d so far): %s", ticket, attempt, sender, kind, number, error)
-            if isinstance(error, SchemaError) and wanted:
+            if isinstance(error, SchemaError | QueueError) and wanted:
                 gate.fail(sender, ticket, attempt, f"refused: {error}")
             outcome = f"refused: {error}"
         if wanted and outcome != "accepted":

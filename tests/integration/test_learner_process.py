@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ def new_run(tmp_path: Path, *, ranks: int = 1, **launch: Any) -> RunDir:
 
 def write_facts(run_dir: RunDir, model_dir: str, *, incarnation: int, checkpoint: str = "") -> None:
     facts = RunFacts(
-        run_id="r1",
+        run_id=f"l{zlib.crc32(str(run_dir.path).encode()):08x}",
         incarnation=incarnation,
         queue_endpoints=(f"ipc://{run_dir.path}/q{incarnation}",),
         sync_endpoint=f"ipc://{run_dir.path}/s{incarnation}",

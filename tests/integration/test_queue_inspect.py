@@ -137,7 +137,7 @@ def test_verify_finds_what_does_not_add_up(queue: QueueFolder, capsys: pytest.Ca
 
 def test_verify_finds_groups_that_ledger_and_frontier_count_differently(queue: QueueFolder, capsys: pytest.CaptureFixture[str]) -> None:
     queue.close()
-    ledger = LedgerFile(queue.run_dir.queue / "shard-0" / "ledger.sqlite", "r1", 0, 1)
+    ledger = LedgerFile(queue.run_dir.queue / "shard-0" / "ledger.sqlite", queue.facts.run_id, 0, 1)
     ledger.write(
         Changes(groups=tuple(GroupRow(ticket=ticket, attempt=0, state=state) for ticket, state in ((2, "trained"), (1, "generating"))))
     )

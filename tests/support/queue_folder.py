@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class QueueFolder:
         self.config = Config.model_validate(options)
         self.run_dir.write_config(self.config)
         self.facts = RunFacts(
-            run_id="r1",
+            run_id=f"f{zlib.crc32(str(path).encode()):08x}",
             incarnation=0,
             queue_endpoints=tuple(f"ipc://{path}/q{number}" for number in range(self.config.queue.shards)),
             sync_endpoint=f"ipc://{path}/s",

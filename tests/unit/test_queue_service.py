@@ -331,3 +331,13 @@ def test_a_refused_put_releases_no_segment_but_the_senders_own(tmp_path: Path, s
     assert answer.outcomes[0].startswith("refused: ") and answer.released == ()
     for owner in ("nowhere", "generator-1", "a", ""):
         assert service._store.take_released(owner) == ()
+
+
+def test_a_put_whose_segment_is_gone_is_refused_and_its_ticket_issued_again(tmp_path: Path) -> None:
+    service = new_service(tmp_path)
+    (ticket,) = tickets(service, 1)
+    item = m.PutItem(meta=group_for(ticket).meta(64), checksum=1, lengths=(64,), segment="asyncrl-r.q.generator-0.99")
+    (outcome,) = say(service, PRODUCER, m.Put(groups=(item,))).outcomes
+    assert outcome.startswith("refused: ") and "cannot be opened" in outcome
+    (again,) = tickets(service, 1)
+    assert (again.ticket, again.attempt) == (0, 1)

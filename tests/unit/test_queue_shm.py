@@ -176,3 +176,13 @@ def test_open_files_do_not_rise_with_the_segments(tmp_path):
     assert len(os.listdir("/proc/self/fd")) <= before
     arena.close(unlink=True)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_free_segment_that_somebody_removed_is_replaced(tmp_path):
+    arena = Arena("run-1", "generator-0", 1 << 20, folder=tmp_path)
+    gone = arena.write([b"old"])
+    arena.recycle([gone.name])
+    (tmp_path / gone.name).unlink()
+    segment = arena.write([b"new"])
+    assert segment.name != gone.name and bytes(Mappings("run-1", folder=tmp_path).view(segment.name, 3)) == b"new"
+    assert arena.num_bytes == 4096
