@@ -22,6 +22,7 @@ from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import AsyncRLError, ConfigError, PeerTimeout, SchemaError, UnknownSession
 from asyncrl.queue.curve import secure_client
 from asyncrl.queue.keys import SERVER_NAME
+from asyncrl.queue.ledger import EMPTY
 from asyncrl.queue.messages import Frontier, Hello, Refused, RequestBody, Role, Welcome
 from asyncrl.queue.wire import Dialogue
 
@@ -108,7 +109,7 @@ class BlockingClient:
         self._dialogue = dialogue
         self._answer_s = answer_s
         self.incarnation = incarnation
-        self.step = -1
+        self.frontier = EMPTY
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         open_socket(self._socket, dialogue)
@@ -142,10 +143,10 @@ class BlockingClient:
         return self._dialogue.max_message_bytes
 
     def hello(self, timeout_s: float, again: bool = False, restore: Frontier | None = None) -> None:
-        """Greets the broker; ``step`` is then the number of steps that it has committed."""
+        """Greets the broker; ``frontier`` is then what it has settled."""
         body = Hello(role=self.role, incarnation=self.incarnation, again=again, restore=restore)
         answer, _ = self._ask_once(body, time.monotonic() + timeout_s, 0.0)
-        self.step = expect(Welcome, answer, self._dialogue).step
+        self.frontier = expect(Welcome, answer, self._dialogue).frontier
 
     def close(self) -> None:
         """Closes the socket at once; every request has had its answer."""

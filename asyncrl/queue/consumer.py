@@ -108,7 +108,7 @@ class Consumer:
         self._leases: dict[int, Lease] = {}
         self._dead: dict[int, float] = {}
         self._trained: dict[int, set[int]] = {shard: set() for shard in range(len(links))}
-        self._frontiers: dict[int, Frontier] = {}
+        self._frontiers: dict[int, Frontier] = {shard: link.frontier for shard, link in enumerate(links)}
 
     @classmethod
     def connect(
@@ -200,7 +200,7 @@ class Consumer:
             self._frontiers[shard] = answers[shard].frontier
             self._trained[shard].discard(step)
         self._leases = {}
-        frontier = self._merged_frontier()
+        frontier = merge_frontiers([self._frontiers[shard] for shard in range(len(self._links))])
         return Committed(frontier=frontier, status=merged_status([answer.status for answer in answers.values()]))
 
     def return_(self, step: int, damaged: Damaged = ()) -> None:
@@ -250,16 +250,10 @@ class Consumer:
         ended = not groups and all(lease.ended for lease in self._leases.values())
         return Lease(step=step, groups=tuple(groups), ended=ended)
 
-    def _merged_frontier(self) -> Frontier:
-        for shard in range(len(self._links)):
-            if shard not in self._frontiers:
-                raise PeerTimeout(f"shard {shard} of the queue died before it committed a step: its frontier is not known")
-        return merge_frontiers([self._frontiers[shard] for shard in range(len(self._links))])
-
     def _note_trained(self, shard: int) -> None:
         """Its last batch is in the weights, whether it knows or not: a checkpoint must not have it trained again."""
-        lease, known = self._leases.get(shard), self._frontiers.get(shard)
-        if lease is not None and known is not None and self._max_uses == 1:
+        lease, known = self._leases.get(shard), self._frontiers[shard]
+        if lease is not None and self._max_uses == 1:
             tickets = tuple(sorted(meta.ticket for meta in lease.groups))
             above = (*known.settled_above, *tickets)
             self._frontiers[shard] = msgspec.structs.replace(known, settled_above=above, trained=known.trained + len(tickets))
@@ -280,7 +274,8 @@ class Consumer:
                 link.hello(PROBE_S, again=True)
             except PeerTimeout:
                 continue
-            for missed in range(link.step, step):
+            self._frontiers[shard] = link.frontier
+            for missed in range(link.frontier.steps, step):
                 if missed not in self._trained[shard]:
                     link.return_(missed)
                 self._frontiers[shard] = link.commit(missed, {}).frontier

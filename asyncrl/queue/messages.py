@@ -257,10 +257,10 @@ RequestBody = (
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
-    """The client is known; the next sequence number it must send is 1."""
+    """The client is known; the next sequence number it must send is 1. ``frontier``: what this shard has settled so far."""
 
     protocol: int
-    step: int
+    frontier: Frontier
 
 
 class Tickets(msgspec.Struct, frozen=True, kw_only=True, tag="tickets"):

@@ -110,7 +110,7 @@ class QueueService:
 
     def welcome(self) -> m.Welcome:
         """What a known client is told, also when it greets twice."""
-        return m.Welcome(protocol=m.PROTOCOL_VERSION, step=self.gate.frontier().steps)
+        return m.Welcome(protocol=m.PROTOCOL_VERSION, frontier=self.gate.frontier())
 
     def answer(self, session: Session, body: m.RequestBody, payloads: Sequence[Any], now_s: float, call: Call) -> Answer | None:
         """The reply and its payload frames; None while the request should wait (never at its last call).

@@ -16,6 +16,7 @@ from queue_run import broker, group_for, new_run
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import QueueError, SchemaError
 from asyncrl.queue.client import Observer, Producer
+from asyncrl.queue.ledger import EMPTY
 from asyncrl.queue.messages import (
     PROTOCOL_VERSION,
     Hello,
@@ -103,7 +104,7 @@ def status(run_dir: RunDir, name: str) -> Any:
 def test_b56_a_gap_is_refused_and_a_repeat_gets_the_same_tickets_again(run_dir: RunDir) -> None:
     with Raw(run_dir, "generator-gap") as raw:
         raw.send(0, Hello(role=Role.PRODUCER))
-        assert raw.reply() == (0, Welcome(protocol=PROTOCOL_VERSION, step=0))
+        assert raw.reply() == (0, Welcome(protocol=PROTOCOL_VERSION, frontier=EMPTY))
         raw.send(2, TicketRequest(version=0, max_tickets=1, wait_s=0.0))
         sequence, refused = raw.reply()
         assert sequence == 2 and isinstance(refused, Refused) and refused.kind == "QueueError" and "after 0 came 2" in refused.message

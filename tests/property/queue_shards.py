@@ -25,7 +25,6 @@ class Link:
 
     def __init__(self, driver: ShardedDriver, shard: int, incarnation: int) -> None:
         self._driver, self._shard, self._incarnation = driver, shard, incarnation
-        self.step = -1
         self.hello(0.0)
 
     def _broker(self) -> GateDriver:
@@ -37,7 +36,7 @@ class Link:
     def hello(self, timeout_s: float, again: bool = False) -> None:
         broker = self._broker()
         broker.fence(self._incarnation)
-        self.step = broker.gate.frontier().steps
+        self.frontier = broker.gate.frontier()
 
     def lease(self, step: int, wait_s: float, extra: int = 0) -> Lease:
         answer = self._broker().lease(step, self._incarnation, self._driver.now_s, extra)
