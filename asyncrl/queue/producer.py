@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -22,7 +23,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, UnknownSession
 from asyncrl.queue.connection import FULL_PAUSE_S, START_TIMEOUT_S, dialogue_for, expect, no_answer, open_socket
-from asyncrl.queue.messages import Fail, Hello, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
+from asyncrl.queue.messages import Fail, Heartbeat, Hello, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
 from asyncrl.queue.wire import Dialogue
 
 __all__ = ["ProducerLink"]
@@ -50,6 +51,7 @@ class ProducerLink:
         self._slots = asyncio.Semaphore(MAX_OUTSTANDING)
         self._greeting = asyncio.Lock()
         self._greeted = 0
+        self._version = -1
         self._reader = asyncio.create_task(self._read(), name=f"queue replies of {dialogue.sender}")
 
     @classmethod
@@ -86,6 +88,8 @@ class ProducerLink:
         """
         async with self._slots:
             deadline_s = time.monotonic() + self._answer_s + extra_s
+            if isinstance(body, TicketRequest | Heartbeat):
+                self._version = max(self._version, body.version)
             while True:
                 greeted = self._greeted
                 try:
@@ -96,6 +100,13 @@ class ProducerLink:
                     async with self._greeting:
                         if greeted == self._greeted:
                             await self._hello(deadline_s - time.monotonic(), again=True)
+                    body = self._anew(body)
+
+    def _anew(self, body: RequestBody) -> RequestBody:
+        """What waited for a broker that is gone, with the newest version said meanwhile: the new broker may have heard it already."""
+        if isinstance(body, TicketRequest | Heartbeat):
+            return msgspec.structs.replace(body, version=max(body.version, self._version))
+        return body
 
     async def close(self) -> None:
         """Ends the reader and closes the socket; requests still waiting fail with PeerTimeout."""

@@ -255,3 +255,33 @@ def test_an_older_learner_is_fenced_and_its_lease_comes_back(tmp_path: Path) -> 
         new.commit(0)
         for client in (old, new, observer):
             client.close()
+
+
+def test_a_request_that_waited_for_a_dead_broker_is_asked_anew_with_the_newest_version(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 1}, queue={"max_staleness": 0, "dead_after_s": 10.0})
+    config, facts = run_dir.read_config(), run_dir.read_facts()
+
+    async def scene() -> list[int]:
+        with broker(run_dir) as first:
+            producer = await Producer.connect(config, facts, "generator-0")
+            (ticket,) = (await producer.tickets(0, 1, wait_s=2.0)).tickets
+            assert await producer.put([group_for(ticket, 0)]) == ["accepted"]
+            await asyncio.to_thread(_train_one, run_dir)
+            waits = asyncio.create_task(producer.tickets(0, 1, wait_s=2.0))
+            await asyncio.sleep(0.3)
+            kill(first)
+            beats = asyncio.create_task(producer.heartbeat(1, {}, 3))
+            await asyncio.sleep(0.3)
+        with broker(run_dir):
+            await beats
+            answer = await waits
+            await producer.close()
+            return [ticket.not_before_version for ticket in answer.tickets]
+
+    assert asyncio.run(scene()) == [1]
+
+
+def _train_one(run_dir: RunDir) -> None:
+    with Consumer.connect(run_dir.read_config(), run_dir.read_facts(), "learner-0") as consumer:
+        assert consumer.lease(0, wait_s=2.0).groups
+        consumer.commit(0)
