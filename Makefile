@@ -18,8 +18,8 @@ fast: setup
 	$(BIN)/python -m pytest tests/unit -m "not real"
 
 lint: setup
-	$(BIN)/ruff check asyncrl tests
-	$(BIN)/ruff format --check asyncrl tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 check: lint test
