@@ -9,7 +9,6 @@ Source: design note, section 4.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import logging
 import resource
@@ -25,15 +24,15 @@ from typing import Any, Protocol
 
 from asyncrl.errors import AsyncRLError
 from asyncrl.queue import messages as m
-from asyncrl.queue.payload import checksum
 from asyncrl.queue.puts import check_frames, check_meta
-from asyncrl.queue.wire import decode_envelope, decode_request, encode
-from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan, decode_group, encode_group
+from asyncrl.queue.wire import decode_envelope, decode_request
+from asyncrl.trajectory import decode_group
+from benchmarks.queue_fuzz_broker import BrokerTarget
+from benchmarks.queue_fuzz_messages import good_messages
 from benchmarks.queue_mutator import Good, Mutant, mutants
 
-__all__ = ["Tally", "Target", "WireTarget", "flood", "good_messages", "group", "header", "main", "put_of"]
+__all__ = ["Tally", "Target", "WireTarget", "flood", "main"]
 
-RUN_ID = "run-a"
 MAX_GROWTH_BYTES = 64 << 20
 
 
@@ -155,58 +154,6 @@ def _one(target: Target, mutant: Mutant, number: int, tally: Tally) -> None:
         tally.accepted_by_mutation[mutant.kind] += 1
 
 
-def group(ticket: int, attempt: int = 0, version: int = 0, siblings: int = 3, group_id: str = "") -> TrajectoryGroup:
-    """A small good group with rewards that differ."""
-    columns: dict[str, Any] = {
-        "group_id": group_id or f"g{ticket}", "ticket": ticket, "attempt": attempt, "sample": 0, "prompt_id": "p", "seed": 1,
-        "incarnation": 0, "input_ids": [1, 2, 3, 4, 5], "loss_mask": [False, False, True, True, True],
-        "behavior_logprobs": [0.0, 0.0, -0.5, -0.5, -0.5], "version_spans": [VersionSpan(2, version)], "finish_reason": "stop",
-        "temperature": 1.0, "generator": "generator-0", "engine": "fake", "dispatched_s": 0.0, "finished_s": 1.0,
-        "reward_parts": {"exact": 1.0}, "extra": {"note": "ü"},
-    }  # fmt: skip
-    return TrajectoryGroup(trajectories=tuple(Trajectory.checked(**columns, sibling=i, reward=float(i)) for i in range(siblings)))
-
-
-def good_messages(run_id: str = RUN_ID) -> list[Good]:
-    """One good message of every kind, and puts of one and of two groups."""
-    bodies: list[tuple[str, m.RequestBody, list[bytes]]] = [
-        ("generator-0", m.Hello(role=m.Role.PRODUCER), []),
-        ("generator-0", m.TicketRequest(version=0, max_tickets=2, wait_s=0.0), []),
-        ("generator-0", m.Fail(ticket=1, attempt=0, reason="no answer"), []),
-        ("generator-0", m.Heartbeat(version=0, in_flight={0: 3}, sampled_tokens=7), []),
-        ("generator-0", *put_of([(0, 0)])),
-        ("generator-0", *put_of([(0, 0), (1, 0)])),
-        ("learner-0", m.Hello(role=m.Role.CONSUMER), []),
-        ("learner-0", m.LeaseRequest(step=0, incarnation=0, wait_s=0.0), []),
-        ("learner-0", m.Fetch(tickets=(0,)), []),
-        ("learner-0", m.Commit(step=0, incarnation=0, priorities={0: 1.0}), []),
-        ("learner-0", m.Return(step=0, incarnation=0, damaged=((0, 0, "checksum"),)), []),
-        ("learner-0", m.Checkpointed(oldest_step=0, incarnation=0), []),
-        ("driver", m.Hello(role=m.Role.OBSERVER), []),
-        ("driver", m.ProducerGone(name="generator-1"), []),
-        ("driver", m.StatusRequest(), []),
-    ]
-    return [Good(sender.encode(), (header(run_id, sender, n, body), *frames)) for n, (sender, body, frames) in enumerate(bodies)]
-
-
-def put_of(keys: Sequence[tuple[int, int]], version: int = 0) -> tuple[m.Put, list[bytes]]:
-    """A put of groups with these (ticket, attempt), sampled by ``version``, inline, one frame each."""
-    made = [_item(ticket, attempt, version) for ticket, attempt in keys]
-    return m.Put(groups=tuple(item for item, _ in made)), [frame for _, frame in made]
-
-
-@functools.lru_cache(maxsize=256)
-def _item(ticket: int, attempt: int, version: int) -> tuple[m.PutItem, bytes]:
-    whole = group(ticket, attempt, version)
-    frame = bytes(encode_group(whole))
-    return m.PutItem(meta=whole.meta(payload_bytes=len(frame)), checksum=checksum([frame]), lengths=(len(frame),)), frame
-
-
-def header(run_id: str, sender: str, sequence: int, body: m.RequestBody) -> bytes:
-    """The first frame of a request."""
-    return encode(m.Request(protocol=m.PROTOCOL_VERSION, run_id=run_id, sender=sender, sequence=sequence, body=body))
-
-
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
@@ -222,8 +169,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.target == "wire":
         tally = flood(WireTarget(), options.messages, options.seed)
     else:
-        from benchmarks.queue_fuzz_broker import BrokerTarget
-
         with tempfile.TemporaryDirectory(prefix="asyncrl-fuzz-") as folder, BrokerTarget(Path(folder)) as target:
             tally = flood(target, options.messages, options.seed)
     print(json.dumps({each.name: getattr(tally, each.name) for each in fields(tally)}, indent=1))

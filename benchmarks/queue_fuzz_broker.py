@@ -26,7 +26,7 @@ from asyncrl.queue import messages as m
 from asyncrl.queue.__main__ import new_broker
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.wire import decode_envelope, decode_request
-from benchmarks.queue_fuzz import RUN_ID, header, put_of
+from benchmarks.queue_fuzz_messages import RUN_ID, header, put_of
 from benchmarks.queue_mutator import Good
 
 __all__ = ["BrokerTarget"]

@@ -14,8 +14,9 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.queue.client import Observer
-from benchmarks.queue_fuzz import WireTarget, flood, good_messages
+from benchmarks.queue_fuzz import WireTarget, flood
 from benchmarks.queue_fuzz_broker import BrokerTarget
+from benchmarks.queue_fuzz_messages import good_messages
 from benchmarks.queue_mutator import MUTATIONS, mutants
 
 
