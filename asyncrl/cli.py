@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from asyncrl import __version__
 from asyncrl.errors import AsyncRLError
-from asyncrl.queue.commands import add_commands
+from asyncrl.launch.queue_commands import add_commands
 
 __all__ = ["main"]
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from asyncrl.config.effects import check_effects
 from asyncrl.config.names import check_name
+from asyncrl.config.network import check_network
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
-from asyncrl.queue.keys import check_network
 
 __all__ = ["compose", "config_folder", "override", "to_yaml"]
 

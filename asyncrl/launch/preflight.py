@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.network import is_local
 from asyncrl.errors import ConfigError, UnsupportedError
-from asyncrl.queue.keys import SERVER_NAME, is_local, public_keys, read_secret
+from asyncrl.queue.keys import SERVER_NAME, public_keys, read_secret
 from asyncrl.queue.settings import check_liveness
 from asyncrl.tasks import check_task
 

@@ -25,10 +25,11 @@ from typing import Any
 import zmq
 
 from asyncrl.config import Config
+from asyncrl.config.network import check_exposure
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, ConfigError, DiskFull, QueueError, SchemaError
 from asyncrl.queue.curve import Guard, key_holder, secure_server
-from asyncrl.queue.keys import SERVER_NAME, check_exposure
+from asyncrl.queue.keys import SERVER_NAME
 from asyncrl.queue.messages import (
     PROTOCOL_VERSION,
     Heartbeat,

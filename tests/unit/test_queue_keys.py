@@ -12,8 +12,9 @@ import pytest
 import zmq
 
 from asyncrl.cli import main
+from asyncrl.config.network import check_exposure
 from asyncrl.errors import ConfigError
-from asyncrl.queue.keys import check_exposure, make_keys, public_keys, read_public, read_secret
+from asyncrl.queue.keys import make_keys, public_keys, read_public, read_secret
 
 
 def mode(path: Path) -> int:
@@ -121,5 +122,5 @@ def test_the_command_prints_what_it_wrote_and_says_why_it_did_not(tmp_path: Path
 
 
 def test_the_rule_of_exposure_is_checked_without_zmq() -> None:
-    code = "import sys; import asyncrl.queue.keys, asyncrl.queue.commands; print('zmq' in sys.modules)"
+    code = "import sys; import asyncrl.queue.keys, asyncrl.launch.queue_commands; print('zmq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
