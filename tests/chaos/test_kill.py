@@ -69,7 +69,7 @@ def test_a_run_goes_on_over_a_dead_broker_and_a_dead_vllm_worker(run):
     assert "queue died (killed by SIGKILL)" in console(run_dir) and "starting it again over its log" in console(run_dir)
 
     generator = find(run_dir, "asyncrl.generators", "generator-0")
-    workers = [pid for pid in descendants(generator) if "Worker" in _title(pid)]
+    workers = _workers(generator)
     assert len(workers) == 1, {pid: _title(pid) for pid in descendants(generator)}
     _assert_healed(run_dir, driver, "generator-0", generator, workers[0])
     assert "generator-0 died (exit code 1)" in console(run_dir)
@@ -124,9 +124,16 @@ def _assert_healed(run_dir, driver, name, process, victim):
     print(f"{name}: healed {time.monotonic() - killed:.1f} s after kill -9")
 
 
+def _workers(generator):
+    return [pid for pid in descendants(generator) if "Worker" in _title(pid)]
+
+
 def _title(pid):
-    with open(f"/proc/{pid}/comm") as file:
-        return file.read()
+    """Its name; empty when it is gone by now."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
 
 
 def _launcher_pid(run_dir, name):

@@ -51,8 +51,9 @@ def console(run_dir: Path) -> str:
 
 
 def metrics(run_dir: Path) -> list[dict]:
+    """The steps written so far; a line that is being written is left for the next look."""
     file = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("}\n")] if file.exists() else []
 
 
 def summary(run_dir: Path) -> dict:
@@ -94,11 +95,19 @@ def descendants(pid: int) -> set[int]:
 
 
 def find(run_dir: Path, module: str, name: str = "") -> int:
-    """The pid of ``python -m MODULE RUN_DIR … NAME``, not of a reaper that wraps it."""
-    hits = [
-        pid
-        for pid, text in commands().items()
-        if f"-m {module} " in text and str(run_dir) in text and name in text and "asyncrl.launch.reaper" not in text
-    ]
-    assert len(hits) == 1, (module, name, hits)
+    """The pid of ``python -m MODULE RUN_DIR … NAME``, not of a reaper that wraps it.
+
+    A child that was just forked has its parent's command line for a moment: it is looked for until there is one.
+    """
+    hits: list[int] = []
+
+    def one() -> bool:
+        hits[:] = [
+            pid
+            for pid, text in commands().items()
+            if f"-m {module} " in text and str(run_dir) in text and name in text and "asyncrl.launch.reaper" not in text
+        ]
+        return len(hits) == 1
+
+    wait_until(one, 5, f"one process of {module} {name} in {run_dir}")
     return hits[0]
