@@ -10,6 +10,7 @@ which gate was shut.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -36,6 +37,8 @@ POLL_S = 0.25
 QUEUE_START_S = 60.0
 QUEUE_TRY_S = 5.0
 QUEUE_STOP_S = 1.0
+QUEUE_ANSWER_S = 2.0
+"""A broker that does not answer may be dead, and nobody but the driver, who asks, can start it again."""
 R = TypeVar("R")
 
 
@@ -107,7 +110,7 @@ class Driver:
         end = time.monotonic() + QUEUE_START_S
         while True:
             try:
-                return Observer.connect(self._config, self._facts, "driver", QUEUE_TRY_S)
+                return Observer.connect(self._config, self._facts, "driver", QUEUE_TRY_S, QUEUE_ANSWER_S)
             except PeerTimeout:
                 for exit_ in sorted(supervisor.poll(), key=_cause_first):
                     raise ProcessDied(_death(exit_), process=exit_.name) from None
@@ -147,7 +150,8 @@ class Driver:
             self._view.say(f"{text}; starting it again over its log")
         else:
             self._view.say(f"{text}; starting it again, its tickets are issued again")
-            observer.producer_gone(exit_.name)
+            with contextlib.suppress(PeerTimeout):  # its hello, or its silence, says the same
+                observer.producer_gone(exit_.name)
         supervisor.start(self._specs[exit_.name])
 
     def _stop(self, supervisor: Supervisor, observer: Observer | None) -> None:
@@ -174,11 +178,14 @@ class Driver:
 
     def _ask(self, request: Callable[[], R]) -> R | None:
         """What a queue that is being stopped answers; its silence costs nobody else the stop."""
-        try:
-            return request()
-        except AsyncRLError as error:
-            self._view.say(f"the queue did not answer at the stop: {error}")
-            return None
+        end = time.monotonic() + self._config.queue.dead_after_s
+        while True:
+            try:
+                return request()
+            except AsyncRLError as error:
+                if not isinstance(error, PeerTimeout) or time.monotonic() >= end:
+                    self._view.say(f"the queue did not answer at the stop: {error}")
+                    return None
 
     def _export(self, supervisor: Supervisor) -> None:
         """The learner exports when it ends by itself; a run that was ended by its time limit is exported here."""

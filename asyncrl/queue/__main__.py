@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m asyncrl.queue", description="The versioned queue of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--shard", type=int, default=0, help="which of queue.shards brokers")
-    parser.add_argument("--patient", action="store_true", help="serve on however long nobody speaks to it")
+    parser.add_argument("--patient", action="store_true", help="serve on however long nobody speaks to it, also after a stop")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s queue %(levelname)s %(message)s")
     keep_pages()
@@ -68,7 +68,7 @@ def restored_frontier(facts: RunFacts) -> Frontier | None:
 
 
 def new_broker(run_dir: RunDir, shard: int = 0, *, patient: bool = False) -> Broker:
-    """A broker over what its run directory holds, listening.
+    """A broker over what its run directory holds, listening; a ``patient`` one was started by a user, whom an earlier stop does not bind.
 
     Raises:
         AsyncRLError: the directory is damaged or in use, or the endpoint cannot be bound.
@@ -81,6 +81,8 @@ def new_broker(run_dir: RunDir, shard: int = 0, *, patient: bool = False) -> Bro
         write_atomic(run_dir.bad_rows, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in source.bad_rows))
     settings = GateSettings.from_config(config, source.size, shard)
     opened = open_queue(run_dir, config, facts, settings, restored_frontier(facts))
+    if patient:
+        opened.gate.go_on()
     service = QueueService(opened, TicketPrompts(source, config.task.seed, config.queue.ticket_deadline_s), run_dir, facts.incarnation)
     endpoint = facts.queue_endpoints[shard]
     try:

@@ -97,14 +97,16 @@ class Broker:
 
     def run(self) -> int:
         """Serves until it is told to end. Returns 0, or 1 when nobody spoke to it for too long."""
+        in_order = False
         try:
             while not (self.ending or (self._service.exiting and not self._outbox)):
                 if self._turn():
                     return 1
             self._commit()
+            in_order = True
         finally:
             self._close(LINGER_MS)
-            self._service.close()
+            self._service.close(sweep=in_order)
         return 0
 
     def _turn(self) -> bool:

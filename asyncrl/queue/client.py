@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError
+from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError, VersionError
 from asyncrl.queue.arena import Arena
 from asyncrl.queue.connection import START_TIMEOUT_S, run_of
 from asyncrl.queue.consumer import Consumer
@@ -87,6 +87,7 @@ class Producer:
 
         Shards are asked in turn; all of them at once when none has a ticket to give right away.
         """
+        self._check_version(version)
         if len(self._links) == 1:
             return await self._links[0].tickets(version, n, wait_s)
         answers = [answer for turn in range(len(self._links)) if (answer := await self._quick(turn, version, n))]
@@ -122,6 +123,7 @@ class Producer:
 
     async def heartbeat(self, version: int, in_flight: dict[int, int], sampled_tokens: int) -> None:
         """Alive: the committed version, tokens in flight by version, tokens sampled so far by this process."""
+        self._check_version(version)
         last: PeerTimeout | None = None
         for number, link in enumerate(self._links):
             # tokens are counted by the first shard alone, or their sum would count them once a shard
@@ -135,6 +137,11 @@ class Producer:
             self._recycle(done.released)
         if last is not None and len(self._links) == 1:
             raise last
+
+    def _check_version(self, version: int) -> None:
+        known = max(link.acknowledged for link in self._links)
+        if version < known:
+            raise VersionError(f"a version never falls; {self._links[0].name} said {known}, now {version}: load the current weights")
 
     async def close(self) -> None:
         """Closes the sockets; requests still waiting fail with PeerTimeout. Payload that the queue holds stays in shared memory."""
@@ -226,12 +233,16 @@ class Observer:
         self._links = list(links)
 
     @classmethod
-    def connect(cls, config: Config, facts: RunFacts, name: str, timeout_s: float = START_TIMEOUT_S) -> Self:
-        """Connects to every shard and says hello; waits up to ``timeout_s`` for brokers that are still starting."""
+    def connect(cls, config: Config, facts: RunFacts, name: str, timeout_s: float = START_TIMEOUT_S, answer_s: float | None = None) -> Self:
+        """Connects to every shard and says hello; waits up to ``timeout_s`` for brokers that are still starting.
+
+        Args:
+            answer_s: how long each answer is waited for; ``queue.dead_after_s`` if not given.
+        """
         links: list[ObserverLink] = []
         try:
             for shard in range(len(facts.queue_endpoints)):
-                links.append(ObserverLink.open(config, facts, name, shard, timeout_s))
+                links.append(ObserverLink.open(config, facts, name, shard, timeout_s, answer_s=answer_s))
         except AsyncRLError:
             for link in links:
                 link.close()

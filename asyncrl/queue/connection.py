@@ -123,13 +123,17 @@ class BlockingClient:
         shard: int = 0,
         timeout_s: float = START_TIMEOUT_S,
         restore: Frontier | None = None,
+        answer_s: float | None = None,
     ) -> Self:
         """Connects and says hello; waits up to ``timeout_s`` for a broker that is still starting.
+
+        Args:
+            answer_s: how long each answer is waited for; ``queue.dead_after_s`` if not given.
 
         Raises:
             PeerTimeout: nobody answered. FencedError: a newer incarnation has taken over.
         """
-        client = cls(dialogue_for(config, facts, name, shard), facts.incarnation, config.queue.dead_after_s)
+        client = cls(dialogue_for(config, facts, name, shard), facts.incarnation, answer_s or config.queue.dead_after_s)
         try:
             client.hello(timeout_s, restore=restore)
         except AsyncRLError:

@@ -226,6 +226,11 @@ class Gate:
         self._book.stopping = True
         self._book.epoch += 1
 
+    def go_on(self) -> None:
+        """A stop that an earlier start was told is over."""
+        self._book.stopping = False
+        self._book.epoch += 1
+
     # the learner
 
     def fence(self, incarnation: int) -> None:

@@ -21,7 +21,7 @@ import zmq.asyncio
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, UnknownSession
+from asyncrl.errors import AsyncRLError, UnknownSession, VersionError
 from asyncrl.queue.connection import FULL_PAUSE_S, START_TIMEOUT_S, dialogue_for, expect, no_answer, open_socket
 from asyncrl.queue.messages import Fail, Heartbeat, Hello, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
 from asyncrl.queue.wire import Dialogue
@@ -35,7 +35,11 @@ R = TypeVar("R")
 
 
 class ProducerLink:
-    """One broker, as a generator talks to it."""
+    """One broker, as a generator talks to it.
+
+    Attributes:
+        acknowledged: the newest version that the broker has heard from this process, -1 before the first.
+    """
 
     def __init__(self, dialogue: Dialogue, incarnation: int, answer_s: float) -> None:
         self._dialogue = dialogue
@@ -51,7 +55,7 @@ class ProducerLink:
         self._slots = asyncio.Semaphore(MAX_OUTSTANDING)
         self._greeting = asyncio.Lock()
         self._greeted = 0
-        self._version = -1
+        self._version = self.acknowledged = -1
         self._reader = asyncio.create_task(self._read(), name=f"queue replies of {dialogue.sender}")
 
     @classmethod
@@ -64,6 +68,11 @@ class ProducerLink:
             await link.close()
             raise
         return link
+
+    @property
+    def name(self) -> str:
+        """Of the producer."""
+        return self._dialogue.sender
 
     @property
     def max_message_bytes(self) -> int:
@@ -88,25 +97,19 @@ class ProducerLink:
         """
         async with self._slots:
             deadline_s = time.monotonic() + self._answer_s + extra_s
-            if isinstance(body, TicketRequest | Heartbeat):
-                self._version = max(self._version, body.version)
             while True:
                 greeted = self._greeted
                 try:
                     answer = await self._ask_once(kind, body, payloads, deadline_s, extra_s)
                     self._answered(body, answer)
                     return answer
+                except VersionError:
+                    self._version = self.acknowledged
+                    raise
                 except UnknownSession:
                     async with self._greeting:
                         if greeted == self._greeted:
                             await self._hello(deadline_s - time.monotonic(), again=True)
-                    body = self._anew(body)
-
-    def _anew(self, body: RequestBody) -> RequestBody:
-        """What waited for a broker that is gone, with the newest version said meanwhile: the new broker may have heard it already."""
-        if isinstance(body, TicketRequest | Heartbeat):
-            return msgspec.structs.replace(body, version=max(body.version, self._version))
-        return body
 
     async def close(self) -> None:
         """Ends the reader and closes the socket; requests still waiting fail with PeerTimeout."""
@@ -142,10 +145,17 @@ class ProducerLink:
             if not future.done() and isinstance(body, TicketRequest):
                 self._abandoned.add(sequence)
 
+    def _at_newest(self, body: RequestBody) -> RequestBody:
+        """A request that waited, for a broker or for its turn, with the newest version that was said meanwhile."""
+        if not isinstance(body, TicketRequest | Heartbeat):
+            return body
+        self._version = max(self._version, body.version)
+        return body if body.version == self._version else msgspec.structs.replace(body, version=self._version)
+
     async def _send_first(self, body: RequestBody, payloads: Sequence[Any], deadline_s: float) -> tuple[int, list[Any]]:
         while True:
             # numbered and sent without an await in between: a cancelled call leaves no gap
-            sequence, frames = self._dialogue.request(body, payloads)
+            sequence, frames = self._dialogue.request(self._at_newest(body), payloads)
             if self._try_send(frames):
                 self._dialogue.sent(sequence)
                 self._waiting[sequence] = asyncio.get_running_loop().create_future()
@@ -170,7 +180,9 @@ class ProducerLink:
             self._settle(*self._dialogue.reply(frames)[:2])
 
     def _answered(self, body: RequestBody, answer: Any) -> None:
-        """What was put or failed is held no more."""
+        """What was put or failed is held no more; a version that was heard is known."""
+        if isinstance(body, TicketRequest | Heartbeat):
+            self.acknowledged = max(self.acknowledged, body.version)
         done: list[tuple[int, int]] = []
         if isinstance(body, Fail):
             done.append((body.ticket, body.attempt))

@@ -158,10 +158,10 @@ class QueueService:
         """
         self._journal.commit(self.gate, self._incarnation)
 
-    def close(self) -> None:
-        """Frees files."""
+    def close(self, *, sweep: bool = True) -> None:
+        """Frees files, and with ``sweep`` the run's shared memory."""
         self._journal.close()
-        self._store.close()
+        self._store.close(sweep=sweep)
 
     @property
     def monotone(self) -> bool:

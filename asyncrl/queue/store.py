@@ -152,6 +152,8 @@ class PayloadStore:
         frames: list[Any] = []
         for ticket in tickets:
             payload = self._payloads.get(ticket, LOST)
+            if payload.segment and payload.place is not None and not self._there(payload):
+                payload = Payload(checksum=payload.checksum, lengths=(payload.num_bytes,), place=payload.place)
             items.append(PayloadItem(ticket=ticket, checksum=payload.checksum, lengths=payload.lengths, segment=payload.segment))
             if payload.place is not None and not payload.segment:
                 frames.append(self._from_log(payload.place))
@@ -159,10 +161,11 @@ class PayloadStore:
                 frames.extend(payload.frames)
         return tuple(items), frames
 
-    def close(self) -> None:
-        """The broker ends: segments in shared memory go, files of the log stay."""
+    def close(self, *, sweep: bool = True) -> None:
+        """The broker ends: files of the log stay, and segments in shared memory too without ``sweep``, since others may serve them."""
         self._mappings.close()
-        self._keeper.sweep(())
+        if sweep:
+            self._keeper.sweep(())
         if self.log is not None:
             self.log.close()
 

@@ -71,7 +71,7 @@ def test_a_served_queue_is_joined_by_its_folder_and_goes_on_when_it_is_served_ag
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=20) == 0
         assert process.stderr is not None and b"Traceback" not in process.stderr.read()
-    with served(run):
+    with served(run) as process:
         with Consumer.join(run, "trainer-0", restore=frontier) as consumer:
             assert [meta.ticket for meta in consumer.lease(1, wait_s=5.0).groups] == [2, 3]
         with Observer.join(run, "looker") as observer:
@@ -79,6 +79,9 @@ def test_a_served_queue_is_joined_by_its_folder_and_goes_on_when_it_is_served_ag
             assert (status.step, status.trained, status.leased) == (1, 2, 2)
             observer.stop(exit=True)
         observer.close()
+        assert process.wait(timeout=20) == 0
+    with served(run):  # the stop was the earlier start's
+        assert asyncio.run(finish(run, 1, version=1)) == [4]
 
 
 @pytest.mark.real

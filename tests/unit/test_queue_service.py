@@ -14,6 +14,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import DataError, FencedError, QueueError, SchemaError, UnknownSession
 from asyncrl.queue import messages as m
+from asyncrl.queue.arena import Arena
 from asyncrl.queue.opening import open_queue
 from asyncrl.queue.payload import checksum
 from asyncrl.queue.payload_reader import PayloadReader
@@ -21,6 +22,7 @@ from asyncrl.queue.prompts import TicketPrompts, ticket_seed
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Session
 from asyncrl.queue.settings import GateSettings
+from asyncrl.queue.shm import SHM_FOLDER, SegmentKeeper
 from asyncrl.tasks.prompt import Prompt
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan, encode_group
 
@@ -341,3 +343,21 @@ def test_a_put_whose_segment_is_gone_is_refused_and_its_ticket_issued_again(tmp_
     assert outcome.startswith("refused: ") and "cannot be opened" in outcome
     (again,) = tickets(service, 1)
     assert (again.ticket, again.attempt) == (0, 1)
+
+
+def test_payload_whose_segment_somebody_removed_comes_out_of_the_log(tmp_path: Path) -> None:
+    service = new_service(tmp_path, durability="written")
+    arena = Arena("r", "generator-0", 1 << 20)
+    try:
+        for ticket in tickets(service, 2):
+            group = group_for(ticket)
+            segment = arena.write([encode_group(group).to_pybytes()])
+            item = m.PutItem(meta=group.meta(segment.length), checksum=segment.checksum, lengths=(segment.length,), segment=segment.name)
+            assert say(service, PRODUCER, m.Put(groups=(item,))).outcomes == ("accepted",)
+        SegmentKeeper("r").unlink(segment.name)
+        service.commit()
+        assert read(service, lease(service, 0).groups) == ([0, 1], [])
+        service.close(sweep=False)
+        assert len(list(SHM_FOLDER.glob("asyncrl-r.q.*"))) == 1, "another shard may still serve it"
+    finally:
+        arena.close(unlink=True)
