@@ -273,6 +273,18 @@ def test_requests_are_refused_to_the_wrong_role_and_to_an_older_start(tmp_path: 
         service.greet("generator-9", m.Hello(role=m.Role.PRODUCER, incarnation=4), 0.0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "met"),
+    [({"dropped": {"x": 1}}, "'x': 1"), ({"dropped": {"stale": -1, "unusable": 2}}, "'stale': -1"), ({"trained": -1}, "trained=-1")],
+)
+def test_a_restore_whose_counts_cannot_be_is_refused_and_the_queue_goes_on(tmp_path: Path, changes: dict[str, Any], met: str) -> None:
+    service = new_service(tmp_path)
+    restore = msgspec.structs.replace(m.Frontier(steps=0, low=1, settled_above=(), trained=0, dropped={"stale": 1}), **changes)
+    with pytest.raises(DataError, match=met):
+        service.greet(CONSUMER.sender, m.Hello(role=m.Role.CONSUMER, restore=restore), 0.0)
+    assert service.gate.frontier() == m.Frontier(steps=0, low=0, settled_above=(), trained=0, dropped={})
+
+
 def test_lockstep_says_advance_once_at_once_and_then_lets_the_producer_wait(tmp_path: Path) -> None:
     config = Config.model_validate(
         {
