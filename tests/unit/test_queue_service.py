@@ -141,6 +141,20 @@ def test_a_dead_letter_names_the_prompt_and_every_reason(tmp_path: Path) -> None
     assert entry == {"ticket": 0, "prompt_id": "p0", "dropped": "dead_letter", "reasons": reasons}
 
 
+def test_a_dead_letter_that_the_disk_refuses_is_said_once_and_written_when_there_is_room(tmp_path: Path, caplog: Any) -> None:
+    service = new_service(tmp_path, max_attempts=1)
+    file = RunDir(tmp_path).dead_letter
+    file.symlink_to("/dev/full")  # every write fails with ENOSPC
+    for ticket in tickets(service, 3):
+        say(service, PRODUCER, m.Fail(ticket=ticket.ticket, attempt=0, reason="reward hung"))
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1 and "No space left on device" in caplog.text
+    file.unlink()
+    service.expire(1.0)
+    assert [json.loads(line)["ticket"] for line in file.read_text().splitlines()] == [0, 1, 2]
+    service.expire(2.0)
+    assert len(file.read_text().splitlines()) == 3
+
+
 def lease(service: QueueService, step: int) -> m.Lease:
     found: m.Lease = say(service, CONSUMER, m.LeaseRequest(step=step, incarnation=0, wait_s=0.0))
     return found
