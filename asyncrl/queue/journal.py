@@ -140,8 +140,11 @@ class Journal:
         return (StepRow(step=frontier.steps - 1, incarnation=incarnation, frontier=frontier, committed_s=time.time()),)
 
     def _trim(self) -> None:
-        while self._retained and self._store.log_bytes > self._max_log_bytes:
+        excess = self._store.log_bytes - self._max_log_bytes  # once: files go after the ledger is written
+        while self._retained and excess > 0:
             ticket, _ = self._retained.popitem(last=False)
+            payload = self._store.payload(ticket)
+            excess -= payload.num_bytes if payload is not None else 0
             self._drop_payload(ticket)
 
     def _drop_payload(self, ticket: int) -> None:
