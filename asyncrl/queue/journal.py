@@ -1,7 +1,7 @@
 """One group commit: what a burst of requests changed goes to the ledger, in one transaction, before any reply goes out.
 
 Consumes the gate's changes, produces rows; waits for the disk alone. Order of a commit: the log is synced (if asked), the ledger
-is written, then the log may drop payload that the ledger names no more.
+is written, then the log may drop payload that the ledger names no more, and rows of checkpoints that are gone are deleted.
 
 Source: design note, section 4.
 """
@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import msgspec
 
+from asyncrl.errors import DiskFull
 from asyncrl.queue.durable.ledger_file import LedgerFile
 from asyncrl.queue.durable.rows import Changes, GroupRow, StepRow
 from asyncrl.queue.gate import Gate
@@ -45,6 +46,7 @@ class Journal:
         self._forget: list[int] = []
         self._state = b""
         self._step = -1
+        self._oldest_step = 0
 
     def settled(self, settled: Settled) -> None:
         """A group was settled: it is remembered until no checkpoint can ask for it."""
@@ -78,6 +80,7 @@ class Journal:
         self._rows.extend(row_of(record, self._store.payload(record.ticket)) for record in changed)
         state = msgspec.msgpack.encode(gate.state())
         if not self._rows and state == self._state and not self._forget:
+            self._delete_old(self._ledger)
             return
         if self._synced and self._store.log is not None:
             self._store.log.sync()
@@ -87,14 +90,14 @@ class Journal:
         self._rows, self._forget, self._state = [], [], state
         self._step = steps[-1].step if steps else self._step
         self._store.release_freed()
+        self._delete_old(self._ledger)
 
     def checkpointed(self, oldest_step: int) -> None:
-        """No checkpoint of fewer steps will be restored: what only such a one needs goes."""
+        """No checkpoint of fewer steps will be restored: what only such a one needs goes with the next commit."""
         for ticket in [t for t, (record, _) in self._settled.items() if record.settled_at < oldest_step]:
             del self._settled[ticket]
             self._drop_payload(ticket)
-        if self._ledger is not None:
-            self._ledger.steps_kept_from(oldest_step)
+        self._oldest_step = max(self._oldest_step, oldest_step)
 
     def begin_branch(self, gate: Gate, steps: int, abandoned: Iterable[tuple[GroupRecord, str]]) -> None:
         """The queue went back to ``steps`` committed steps: rows beyond are given up, those that wait again are rewritten."""
@@ -116,6 +119,7 @@ class Journal:
         )
         self._ledger.begin_branch(steps, changes)
         self._rows, self._forget, self._step = [], [], steps - 1
+        self._oldest_step = min(self._oldest_step, steps)
         self._store.release_freed()
 
     def reason_of(self, ticket: int) -> str:
@@ -139,9 +143,22 @@ class Journal:
             return ()
         return (StepRow(step=frontier.steps - 1, incarnation=incarnation, frontier=frontier, committed_s=time.time()),)
 
+    def _delete_old(self, ledger: LedgerFile) -> None:
+        """Deletes what only a checkpoint that is gone needs; a full disk puts it off and stops nobody."""
+        if not self._oldest_step:
+            return
+        try:
+            ledger.steps_kept_from(self._oldest_step)
+        except DiskFull:
+            return
+        self._oldest_step = 0
+
     def _trim(self) -> None:
-        while self._retained and self._store.log_bytes > self._max_log_bytes:
+        excess = self._store.log_bytes - self._max_log_bytes  # once: files go after the ledger is written
+        while self._retained and excess > 0:
             ticket, _ = self._retained.popitem(last=False)
+            payload = self._store.payload(ticket)
+            excess -= payload.num_bytes if payload is not None else 0
             self._drop_payload(ticket)
 
     def _drop_payload(self, ticket: int) -> None:

@@ -21,11 +21,17 @@ EMPTY = Frontier(steps=0, low=0, settled_above=(), trained=0, dropped={})
 
 
 def check_frontier(frontier: Frontier) -> None:
-    """Whether a frontier of a whole queue settles as many tickets as it counts.
+    """Whether a frontier of a whole queue counts what can be counted, and settles as many tickets as it counts.
 
     Raises:
         DataError: it does not.
     """
+    unknown = sorted(set(frontier.dropped) - set(DropReason))
+    if unknown or min(frontier.steps, frontier.low, frontier.trained, *frontier.dropped.values()) < 0:
+        raise DataError(
+            f"a frontier counts from 0 on, and its reasons are {', '.join(DropReason)}; met steps={frontier.steps}, low={frontier.low}, "
+            f"trained={frontier.trained}, dropped={frontier.dropped}: the checkpoint's manifest is damaged"
+        )
     settled = frontier.low + len(frontier.settled_above)
     dropped = sum(count for reason, count in frontier.dropped.items() if reason != DropReason.ABANDONED)
     if settled != frontier.trained + dropped or any(ticket < frontier.low for ticket in frontier.settled_above):

@@ -9,7 +9,6 @@ Source: design note, section 4; faults B51, B53, B56.
 from __future__ import annotations
 
 import enum
-import json
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import DataError, FencedError, QueueError, SchemaError, UnknownSession
 from asyncrl.queue import messages as m
+from asyncrl.queue.dead_letters import DeadLetters
 from asyncrl.queue.ledger import split_frontier
 from asyncrl.queue.opening import Opened, take_back
 from asyncrl.queue.prompts import TicketPrompts
@@ -66,7 +66,7 @@ class QueueService:
         self._store, self._journal = opened.store, opened.journal
         self._puts = Puts(opened.store, self.refused)
         self._prompts = prompts
-        self._run_dir = run_dir
+        self._dead_letters = DeadLetters(run_dir.dead_letter)
         self._incarnation = incarnation
         self._told_to_advance: dict[str, int] = {}
 
@@ -144,6 +144,7 @@ class QueueService:
         """Lets time pass; says what it ended."""
         said = self.gate.expire(now_s)
         self._settle()
+        self._dead_letters.write()
         if self._puts.full and not self._store.refusal(self._puts.needed_bytes):
             self._puts.full = ""
             said.append("the disk has room again")
@@ -160,6 +161,7 @@ class QueueService:
 
     def close(self, *, sweep: bool = True) -> None:
         """Frees files, and with ``sweep`` the run's shared memory."""
+        self._dead_letters.write()
         self._journal.close()
         self._store.close(sweep=sweep)
 
@@ -273,8 +275,7 @@ class QueueService:
             prompt_id = f"unreadable: {error}"
         entry = {"ticket": ticket, "prompt_id": prompt_id, "dropped": reason, "reasons": list(reasons)}
         log.warning("dropped ticket %d (%s) as %s: %s", ticket, prompt_id, reason, reasons[-1] if reasons else "no reason given")
-        with self._run_dir.dead_letter.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        self._dead_letters.add(entry)
 
 
 _ROLES: dict[type, m.Role] = {

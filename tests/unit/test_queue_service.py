@@ -143,6 +143,20 @@ def test_a_dead_letter_names_the_prompt_and_every_reason(tmp_path: Path) -> None
     assert entry == {"ticket": 0, "prompt_id": "p0", "dropped": "dead_letter", "reasons": reasons}
 
 
+def test_a_dead_letter_that_the_disk_refuses_is_said_once_and_written_when_there_is_room(tmp_path: Path, caplog: Any) -> None:
+    service = new_service(tmp_path, max_attempts=1)
+    file = RunDir(tmp_path).dead_letter
+    file.symlink_to("/dev/full")  # every write fails with ENOSPC
+    for ticket in tickets(service, 3):
+        say(service, PRODUCER, m.Fail(ticket=ticket.ticket, attempt=0, reason="reward hung"))
+    assert [record.levelname for record in caplog.records].count("ERROR") == 1 and "No space left on device" in caplog.text
+    file.unlink()
+    service.expire(1.0)
+    assert [json.loads(line)["ticket"] for line in file.read_text().splitlines()] == [0, 1, 2]
+    service.expire(2.0)
+    assert len(file.read_text().splitlines()) == 3
+
+
 def lease(service: QueueService, step: int) -> m.Lease:
     found: m.Lease = say(service, CONSUMER, m.LeaseRequest(step=step, incarnation=0, wait_s=0.0))
     return found
@@ -273,6 +287,18 @@ def test_requests_are_refused_to_the_wrong_role_and_to_an_older_start(tmp_path: 
         say(service, PRODUCER, m.TicketRequest(version=0, max_tickets=0, wait_s=0.0))
     with pytest.raises(FencedError, match="incarnation 0; generator-9 is of 4"):
         service.greet("generator-9", m.Hello(role=m.Role.PRODUCER, incarnation=4), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "met"),
+    [({"dropped": {"x": 1}}, "'x': 1"), ({"dropped": {"stale": -1, "unusable": 2}}, "'stale': -1"), ({"trained": -1}, "trained=-1")],
+)
+def test_a_restore_whose_counts_cannot_be_is_refused_and_the_queue_goes_on(tmp_path: Path, changes: dict[str, Any], met: str) -> None:
+    service = new_service(tmp_path)
+    restore = msgspec.structs.replace(m.Frontier(steps=0, low=1, settled_above=(), trained=0, dropped={"stale": 1}), **changes)
+    with pytest.raises(DataError, match=met):
+        service.greet(CONSUMER.sender, m.Hello(role=m.Role.CONSUMER, restore=restore), 0.0)
+    assert service.gate.frontier() == m.Frontier(steps=0, low=0, settled_above=(), trained=0, dropped={})
 
 
 def test_lockstep_says_advance_once_at_once_and_then_lets_the_producer_wait(tmp_path: Path) -> None:
