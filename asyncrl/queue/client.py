@@ -137,7 +137,7 @@ class Producer:
             raise last
 
     async def close(self) -> None:
-        """Closes the sockets; requests still waiting fail with PeerTimeout. Payload that the queue holds stays in shared memory."""
+        """Closes the sockets; requests still waiting fail with PeerTimeout. In shared memory only payload of groups not settled stays."""
         for link in self._links:
             await link.close()
         if self._arena is not None:
