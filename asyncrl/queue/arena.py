@@ -107,9 +107,11 @@ class Arena:
                 (self._folder / name).unlink(missing_ok=True)
 
     def close(self, unlink: bool) -> None:
-        """Unmaps all. ``unlink`` removes the files too: only when nobody will read them any more."""
-        for own in [*self._used.values(), *itertools.chain.from_iterable(self._free.values())]:
+        """Unmaps all and removes the free segments; with ``unlink`` the used ones too: only when nobody will read them any more."""
+        for own in self._used.values():
             self._drop(own, unlink)
+        for own in itertools.chain.from_iterable(self._free.values()):
+            self._drop(own, unlink=True)
         self._used.clear()
         self._free.clear()
 

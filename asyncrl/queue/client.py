@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError, VersionError
 from asyncrl.queue.arena import Arena
 from asyncrl.queue.connection import START_TIMEOUT_S, run_of
 from asyncrl.queue.consumer import Consumer
-from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone, Put, PutItem, QueueStatus, Role, Stop, Tickets
+from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone, Put, PutItem, QueueStatus, Role, Stop, Ticket, Tickets
 from asyncrl.queue.observing import ObserverLink, merged_status
 from asyncrl.queue.payload import checksum, frame_lengths
 from asyncrl.queue.producer import ProducerLink
@@ -85,19 +84,19 @@ class Producer:
     async def tickets(self, version: int, n: int, wait_s: float) -> Tickets:
         """Up to ``n`` tickets for the committed ``version``; none with ``blocked`` when the gate stayed shut for ``wait_s``.
 
-        Shards are asked in turn; all of them at once when none has a ticket to give right away.
+        Shards are asked in turn for what they give right away, then, when none has a ticket, each for its part of ``wait_s``. No request
+        is given up, so that no shard grants what nobody takes.
         """
         self._check_version(version)
         if len(self._links) == 1:
             return await self._links[0].tickets(version, n, wait_s)
-        answers = [answer for turn in range(len(self._links)) if (answer := await self._quick(turn, version, n))]
         self._next = (self._next + 1) % len(self._links)
-        found = tuple(ticket for answer in answers for ticket in answer.tickets)
-        if not found and answers and not all(answer.stopping for answer in answers):
-            answers = await self._any(version, n, wait_s)
-            found = tuple(ticket for answer in answers for ticket in answer.tickets)
+        answers = await self._in_turn(version, n, 0.0)
+        if not _all_tickets(answers) and not all(answer.stopping for answer in answers):
+            answers = await self._in_turn(version, n, wait_s / len(self._links)) or answers
         if not answers:
             raise PeerTimeout(f"none of {len(self._links)} brokers of the queue answers")
+        found = _all_tickets(answers)
         return Tickets(
             tickets=found,
             blocked="" if found else "; ".join(dict.fromkeys(answer.blocked for answer in answers if answer.blocked)),
@@ -144,7 +143,7 @@ class Producer:
             raise VersionError(f"a version never falls; {self._links[0].name} said {known}, now {version}: load the current weights")
 
     async def close(self) -> None:
-        """Closes the sockets; requests still waiting fail with PeerTimeout. Payload that the queue holds stays in shared memory."""
+        """Closes the sockets; requests still waiting fail with PeerTimeout. In shared memory only payload of groups not settled stays."""
         for link in self._links:
             await link.close()
         if self._arena is not None:
@@ -194,29 +193,30 @@ class Producer:
         if self._arena is not None:
             self._arena.recycle(names)
 
-    async def _quick(self, turn: int, version: int, n: int) -> Tickets | None:
-        link = self._links[(self._next + turn) % len(self._links)]
+    async def _in_turn(self, version: int, n: int, wait_s: float) -> list[Tickets]:
+        """Answers of the shards, asked in turn: for a part each up to ``n``, or with ``wait_s`` for all up to the first ticket."""
+        answers: list[Tickets] = []
+        left, part = n, n if wait_s else -(-n // len(self._links))
+        for turn in range(len(self._links)):
+            answer = await self._ask_tickets((self._next + turn) % len(self._links), version, min(part, left), wait_s)
+            if answer is None:
+                continue
+            answers.append(answer)
+            left -= len(answer.tickets)
+            if left <= 0 or (wait_s and answer.tickets):
+                break
+        return answers
+
+    async def _ask_tickets(self, number: int, version: int, n: int, wait_s: float) -> Tickets | None:
         try:
-            return await link.tickets(version, -(-n // len(self._links)), 0.0)
+            return await self._links[number].tickets(version, n, wait_s)
         except PeerTimeout as error:
             log.warning("%s", error)
             return None
 
-    async def _any(self, version: int, n: int, wait_s: float) -> list[Tickets]:
-        """Answers of the shards that had one first; what the others grant later is kept for the next call."""
-        tasks = [asyncio.create_task(link.tickets(version, n, wait_s)) for link in self._links]
-        deadline_s = time.monotonic() + wait_s
-        waiting: set[asyncio.Task[Tickets]] = set(tasks)
-        answers: list[Tickets] = []
-        while waiting and not any(answer.tickets for answer in answers) and time.monotonic() <= deadline_s:
-            done, waiting = await asyncio.wait(
-                waiting, timeout=max(0.0, deadline_s - time.monotonic()) + 0.1, return_when=asyncio.FIRST_COMPLETED
-            )
-            answers += [task.result() for task in done if task.exception() is None]
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-        return answers or [Tickets(tickets=(), blocked="no broker of the queue answers")]
+
+def _all_tickets(answers: Sequence[Tickets]) -> tuple[Ticket, ...]:
+    return tuple(ticket for answer in answers for ticket in answer.tickets)
 
 
 class Observer:

@@ -86,8 +86,16 @@ class ProducerLink:
     async def tickets(self, version: int, n: int, wait_s: float) -> Tickets:
         """Up to ``n`` tickets; those granted to a call that was cancelled are handed to the next one."""
         if self._untaken:
-            return self._untaken.pop(0)
+            return self._take_up(n)
         return await self.ask(Tickets, TicketRequest(version=version, max_tickets=n, wait_s=wait_s), extra_s=wait_s)
+
+    def _take_up(self, n: int) -> Tickets:
+        """The first ``n`` of what was granted to a cancelled call; the rest waits on, and its ``advance`` holds once they are out too."""
+        first = self._untaken.pop(0)
+        if len(first.tickets) <= n:
+            return first
+        self._untaken.insert(0, msgspec.structs.replace(first, tickets=first.tickets[n:]))
+        return msgspec.structs.replace(first, tickets=first.tickets[:n], advance=False)
 
     async def ask(self, kind: type[R], body: RequestBody, payloads: Sequence[Any] = (), extra_s: float = 0.0) -> R:
         """The reply to a request.
