@@ -186,7 +186,7 @@ def test_shards_are_looked_at_together_and_a_missing_one_is_said(tmp_path: Path,
     assert as_json(capsys, "verify", str(tmp_path / "run"))["admitted"] == 4
     (tmp_path / "run" / "queue" / "shard-0" / "ledger.sqlite").unlink()
     assert main(["queue", "ls", str(tmp_path / "run")]) == 2
-    assert "holds every shard of one run; met run 'r1', shard 1 of 2" in capsys.readouterr().err
+    assert f"holds every shard of one run; met run '{folders[0].facts.run_id}', shard 1 of 2" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_ledger_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
