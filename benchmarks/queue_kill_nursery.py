@@ -71,9 +71,9 @@ class Fuse:
             self.burn("sent")
             return answer
 
-        os.pwritev = write  # type: ignore[assignment]
-        sqlite3.connect = opened  # type: ignore[assignment]
-        zmq.Socket.send_multipart = sent  # type: ignore[method-assign]
+        os.pwritev = write
+        sqlite3.connect = opened
+        zmq.Socket.send_multipart = sent
 
 
 def main() -> int:

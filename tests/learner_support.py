@@ -132,7 +132,7 @@ def free_port() -> int:
 
 def run_ranks(world: int, work: Callable[..., None], *arguments: Any) -> None:
     """Runs ``work(rank, world, *arguments)`` in ``world`` processes over gloo; raises what a rank raised."""
-    mp.spawn(_rank, args=(world, free_port(), work, arguments), nprocs=world, join=True)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    mp.spawn(_rank, args=(world, free_port(), work, arguments), nprocs=world, join=True)
 
 
 def one_rank() -> None:

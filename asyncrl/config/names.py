@@ -75,6 +75,6 @@ def range_text(field: FieldInfo) -> str:
 
 
 def _json_schema(field: FieldInfo) -> dict[str, Any]:
-    model: type[BaseModel] = create_model("Option", **{"value": (field.annotation, field)})  # type: ignore[call-overload]  # its stub knows no FieldInfo
-    schema: dict[str, Any] = model.model_json_schema()["properties"]["value"]
+    definition: Any = (field.annotation, field)
+    schema: dict[str, Any] = create_model("Option", value=definition).model_json_schema()["properties"]["value"]
     return schema

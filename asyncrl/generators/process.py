@@ -10,6 +10,7 @@ import logging
 import signal
 import sys
 import time
+from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
@@ -41,8 +42,8 @@ def stamp_version(engine: GeneratorEngine | None) -> None:
     """Puts the committed version of an engine (``-``: none yet) into every record from now on."""
     factory = logging.LogRecord
 
-    def record(*args: object, **kwargs: object) -> logging.LogRecord:
-        made = factory(*args, **kwargs)  # type: ignore[arg-type]  # passed on as they came
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = factory(*args, **kwargs)
         made.version = "-" if engine is None or engine.version < 0 else engine.version
         return made
 

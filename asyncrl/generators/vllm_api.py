@@ -55,11 +55,11 @@ async def wait_until_processed(llm: Any, running: Collection[str]) -> dict[str, 
     Raises:
         EngineError: this takes longer than ``PROCESSED_TIMEOUT_S``.
     """
-    queue: asyncio.Queue[Any] = llm.engine_core.outputs_queue
+    queue: Any = llm.engine_core.outputs_queue  # an asyncio.Queue, which shows its waiters in an attribute of its own alone
     deadline_s = time.monotonic() + PROCESSED_TIMEOUT_S
     while True:
         counts = acknowledged_tokens(llm)
-        idle = queue.empty() and any(not getter.done() for getter in queue._getters)  # type: ignore[attr-defined]  # asyncio shows waiters no other way
+        idle = queue.empty() and any(not getter.done() for getter in queue._getters)
         if (idle or not counts) and all(request_id in counts for request_id in running):
             return counts
         if time.monotonic() > deadline_s:

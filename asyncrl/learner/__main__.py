@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts, write_atomic
@@ -150,7 +150,8 @@ def _open_group(config: Config, facts: RunFacts, rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
         # sums over duplicate indices would otherwise come out in any order
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made at run time
+        deterministic: Any = torch.utils.deterministic  # whose attributes are made at run time
+        deterministic.fill_uninitialized_memory = False
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
         init_method=facts.rendezvous,

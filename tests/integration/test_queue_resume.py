@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from queue_run import broker, group_for, kill, new_run, restart, save_checkpoint
 
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import AsyncRLError
-from asyncrl.queue.client import Consumer, Producer
+from asyncrl.queue.client import Consumer, Observer, Producer
 from asyncrl.queue.messages import Committed, Ticket
 
 pytestmark = pytest.mark.real
@@ -50,9 +51,7 @@ async def generate(run_dir: RunDir, incarnation: int) -> None:
         await producer.close()
 
 
-def watch(run_dir: RunDir):  # type: ignore[no-untyped-def]
-    from asyncrl.queue.client import Observer
-
+def watch(run_dir: RunDir) -> Callable[[], int]:
     observer = Observer.connect(run_dir.read_config(), run_dir.read_facts(), "watch", timeout_s=10.0)
     return lambda: observer.status().step
 

@@ -68,7 +68,7 @@ def test_b28_bypass_measures_the_ratio_to_the_policy_that_sampled(tmp_path: Path
 def test_recompute_with_one_update_takes_the_current_policy_without_a_pass_of_its_own(tmp_path: Path):
     worker = worker_of(tmp_path)
     groups = on_policy(worker, random_groups(3, 4, seed=5), shift=0.1)
-    worker.infer_batch = None  # type: ignore[assignment,method-assign]
+    worker.infer_batch = None
     result = worker.train_step(*step_of(groups, recompute=True), never)
     assert result.statistics["abs_log_ratio"] == 0.0
     assert result.statistics["correction_mean"] == pytest.approx(math.exp(0.1), rel=1e-4)
@@ -112,14 +112,14 @@ def test_b26_masked_tokens_leave_the_denominator_of_the_gradient_too(tmp_path: P
 def gradient_norm(worker: TrainingWorker, rows: tuple[Any, ...], correction: str, aggregation: str) -> float:
     engine, batch = worker.engine, batch_of(rows)
     objective = PolicyObjective(settings(correction=correction, aggregation=aggregation), "current")
-    engine.optimizer_step = lambda: (0.0, False)  # type: ignore[method-assign]
+    engine.optimizer_step = lambda: (0.0, False)
     engine.optimizer_zero_grad()
     output = engine.forward_backward_batch(batch, objective, forward_only=False, should_stop=never)
     assert output.sums is not None
     factor = objective.rescale(output.sums, batch.denominators)
     assert factor is not None
     engine.scale_gradients(factor)
-    squares = sum(float(p.grad.full_tensor().square().sum()) for p in engine.scorer.parameters())  # type: ignore[attr-defined,union-attr]
+    squares = sum(float(p.grad.full_tensor().square().sum()) for p in engine.scorer.parameters())
     engine.optimizer_zero_grad()
     return math.sqrt(squares)
 
@@ -128,7 +128,7 @@ def test_epochs_and_mini_batches_make_that_many_optimizer_steps(tmp_path: Path):
     worker = worker_of(tmp_path, epochs=3)
     result = worker.train_step(*step_of(random_groups(4, 4, seed=9), mini_batches=2), never)
     assert result.updates == 6
-    assert worker.engine.optimizer_steps == 6  # type: ignore[attr-defined]
+    assert worker.engine.optimizer_steps == 6
 
 
 def test_b26_a_batch_without_signal_runs_and_moves_nothing(tmp_path: Path):

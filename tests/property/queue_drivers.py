@@ -69,8 +69,8 @@ class GateDriver:
 
     def _open(self, ledger: MemoryLedger, log: MemoryLog, incarnation: int) -> None:
         self.ledger, self.log, self.incarnation = ledger, log, incarnation
-        self.store = PayloadStore("property", log)  # type: ignore[arg-type]
-        self.journal = Journal(self.store, ledger, synced=False, max_log_bytes=MAX_LOG)  # type: ignore[arg-type]
+        self.store = PayloadStore("property", log)
+        self.journal = Journal(self.store, ledger, synced=False, max_log_bytes=MAX_LOG)
         self._puts = Puts(self.store, Counter())
 
     def reopened(self, frontier: Frontier, incarnation: int, now_s: float) -> GateDriver:

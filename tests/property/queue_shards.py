@@ -86,7 +86,7 @@ class ShardedDriver:
     def _connect(self, incarnation: int) -> None:
         links = [Link(self, shard, incarnation) for shard in range(self.shape.shards)]
         shares = [share_of(self.shape.groups, shard, self.shape.shards) for shard in range(self.shape.shards)]
-        self.consumer = Consumer(links, shares, "property", self.shape.max_uses)  # type: ignore[arg-type]
+        self.consumer = Consumer(links, shares, "property", self.shape.max_uses)
 
     # death and return of a shard
 

@@ -34,7 +34,7 @@ def manifest(step: int) -> Manifest:
 
 
 def save(run_dir: RunDir, step: int, keep: int = 2, dies: bool = False) -> Path:
-    return save_checkpoint(FileEngine(dies), Control(0, 1, 1.0), run_dir, manifest(step), keep)  # type: ignore[arg-type]
+    return save_checkpoint(FileEngine(dies), Control(0, 1, 1.0), run_dir, manifest(step), keep)
 
 
 def test_the_manifest_comes_last_and_gives_the_frontier_back(tmp_path: Path):

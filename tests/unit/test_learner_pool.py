@@ -138,9 +138,9 @@ class World:
         self.source, self.worker, self.outlets = FakeSource(self.events, **source), FakeWorker(self.events), FakeOutlets(self.events)
         self.pool = Pool(
             Config.model_validate(options),
-            self.worker,  # type: ignore[arg-type]
+            self.worker,
             Control(0, 1, 1.0),
-            self.source,  # type: ignore[arg-type]
+            self.source,
             self.outlets,
             step=step,
             run_start_s=0.0,
