@@ -3,8 +3,8 @@
 A request is one msgpack header frame (:class:`Request`) and, for :class:`Put`, the payload frames of the groups
 that travel inline, in order. A reply is one :class:`Reply` frame and, for :class:`Payloads`, payload frames
 likewise. The frames of a group, put end to end, are one Arrow IPC stream. Requests carry a per-sender sequence number
-that rises by one; the broker refuses a gap, answers a repeat from memory, and never uses a pickle. Numbers of requests
-are bounded when they are decoded (:mod:`asyncrl.bounds`).
+that rises by one; the broker refuses a gap and answers a repeat from memory. Numbers of requests are bounded when they
+are decoded (:mod:`asyncrl.bounds`).
 
 Source: design note, sections 3 and 4.
 """
@@ -126,7 +126,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     incarnation: Count = 0
     schema: Count = SCHEMA_VERSION
     again: bool = False
-    tickets: tuple[tuple[int, int], ...] = ()
+    tickets: tuple[tuple[Count, Count], ...] = ()
     restore: Frontier | None = None
 
 
