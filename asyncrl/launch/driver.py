@@ -10,7 +10,6 @@ which gate was shut.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
@@ -150,9 +149,14 @@ class Driver:
             self._view.say(f"{text}; starting it again over its log")
         else:
             self._view.say(f"{text}; starting it again, its tickets are issued again")
-            with contextlib.suppress(PeerTimeout):  # its hello, or its silence, says the same
-                observer.producer_gone(exit_.name)
+            self._tell_of_death(exit_.name, observer)
         supervisor.start(self._specs[exit_.name])
+
+    def _tell_of_death(self, name: str, observer: Observer) -> None:
+        try:
+            observer.producer_gone(name)
+        except PeerTimeout as error:  # a broker may be dead too, and nobody but the driver starts it again
+            self._view.say(f"the queue was not told of it, and will see by its silence or its next hello: {error}")
 
     def _stop(self, supervisor: Supervisor, observer: Observer | None) -> None:
         """No more tickets; generators end and the learner checkpoints; the queue last."""

@@ -264,13 +264,22 @@ class Observer:
 
     def producer_gone(self, name: str) -> None:
         """The supervisor saw producer ``name`` die: its tickets are issued again at once."""
-        for link in self._links:
-            link.tell(ProducerGone(name=name))
+        self._tell_all(ProducerGone(name=name))
 
     def stop(self, exit: bool = False) -> None:
         """No more tickets; with ``exit`` the brokers answer and end."""
+        self._tell_all(Stop(exit=exit))
+
+    def _tell_all(self, body: ProducerGone | Stop) -> None:
+        """Says it to every broker, whichever of them is silent; then raises the last PeerTimeout."""
+        silent: PeerTimeout | None = None
         for link in self._links:
-            link.tell(Stop(exit=exit))
+            try:
+                link.tell(body)
+            except PeerTimeout as error:
+                silent = error
+        if silent is not None:
+            raise silent
 
     def close(self) -> None:
         """Closes the sockets at once; every request has had its answer."""

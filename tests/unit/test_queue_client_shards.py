@@ -1,12 +1,15 @@
-"""A producer of several shards over stand-in links: what it asks of whom."""
+"""Clients of several shards over stand-in links: what they ask of whom."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from asyncrl.queue.client import Producer
-from asyncrl.queue.messages import Ticket, Tickets
+import pytest
+
+from asyncrl.errors import PeerTimeout
+from asyncrl.queue.client import Observer, Producer
+from asyncrl.queue.messages import ProducerGone, Stop, Ticket, Tickets
 
 
 class Shard:
@@ -67,3 +70,26 @@ def test_no_more_tickets_come_than_were_asked_for() -> None:
             await producer.close()
 
     asyncio.run(scene())
+
+
+class Ear:
+    """A link of an observer; a deaf one never answers."""
+
+    def __init__(self, *, deaf: bool) -> None:
+        self.deaf = deaf
+        self.heard: list[Any] = []
+
+    def tell(self, body: Any) -> None:
+        if self.deaf:
+            raise PeerTimeout("no answer")
+        self.heard.append(body)
+
+
+def test_what_an_observer_says_reaches_the_shards_behind_a_silent_one() -> None:
+    ears: list[Any] = [Ear(deaf=True), Ear(deaf=False)]
+    observer = Observer(ears)
+    with pytest.raises(PeerTimeout):
+        observer.producer_gone("generator-0")
+    with pytest.raises(PeerTimeout):
+        observer.stop()
+    assert ears[1].heard == [ProducerGone(name="generator-0"), Stop(exit=False)]
