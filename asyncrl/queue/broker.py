@@ -97,17 +97,17 @@ class Broker:
 
     def run(self) -> int:
         """Serves until it is told to end. Returns 0, or 1 when nobody spoke to it for too long."""
-        in_order = False
+        in_order = silent = False
         try:
-            while not (self.ending or (self._service.exiting and not self._outbox)):
-                if self._turn():
-                    return 1
-            self._commit()
+            while not (silent or self.ending or (self._service.exiting and not self._outbox)):
+                silent = self._turn()
+            if not silent:
+                self._commit()
             in_order = True
         finally:
             self._close(LINGER_MS)
             self._service.close(sweep=in_order)
-        return 0
+        return int(silent)
 
     def _turn(self) -> bool:
         """One burst; True when nobody has spoken for too long."""

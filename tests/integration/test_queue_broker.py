@@ -13,6 +13,7 @@ from queue_run import broker, group_for, kill, new_run, python, wait_for
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import FencedError, PeerTimeout, VersionError
 from asyncrl.queue.client import Consumer, Observer, Producer
+from asyncrl.queue.shm import SHM_FOLDER
 
 pytestmark = pytest.mark.real
 
@@ -308,3 +309,17 @@ def test_a_request_that_lost_its_turn_says_the_newest_version_and_a_caller_that_
 
     with broker(run_dir):
         asyncio.run(scene())
+
+
+def test_a_broker_to_whom_nobody_speaks_ends_by_itself_and_leaves_no_shared_memory(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, queue={"dead_after_s": 1.0}, generator={"start_timeout_s": 1.0})
+    left = SHM_FOLDER / f"asyncrl-{run_dir.read_facts().run_id}.q.generator-0.0"
+    process = python("-m", "asyncrl.queue", str(run_dir.path))
+    try:
+        wait_for(lambda: (run_dir.queue / "shard-0").exists() or process.poll() is not None)
+        left.write_bytes(b"of a producer that is gone")
+        assert process.wait(timeout=30) == 1
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
+        kill(process)
