@@ -52,9 +52,8 @@ class Brokers:
         try:
             if self._observer is None:
                 config, facts = run_dir.read_config(), run_dir.read_facts()
-                self._observer = Observer.connect(
-                    config, facts, "inspect" if config.queue.keys else f"inspect-{os.getpid()}", timeout_s=ANSWER_S
-                )
+                name = "inspect" if config.queue.keys else f"inspect-{os.getpid()}"
+                self._observer = Observer.connect(config, facts, name, timeout_s=ANSWER_S, answer_s=ANSWER_S)
             return self._observer.status()
         except AsyncRLError:  # dead, or not to be reached from here: the files are all there is
             self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from pathlib import Path
 
@@ -323,3 +324,13 @@ def test_a_broker_to_whom_nobody_speaks_ends_by_itself_and_leaves_no_shared_memo
     finally:
         left.unlink(missing_ok=True)
         kill(process)
+
+
+def test_a_client_may_give_a_silent_broker_less_time_than_the_run_does(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path, queue={"dead_after_s": 30.0})
+    with broker(run_dir) as process, Observer.connect(run_dir.read_config(), run_dir.read_facts(), "driver", answer_s=0.5) as observer:
+        assert observer.status().step == 0
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(PeerTimeout, match="within 0.5 s"):
+            observer.status()
+        process.send_signal(signal.SIGCONT)
