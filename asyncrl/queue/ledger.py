@@ -14,31 +14,44 @@ from collections.abc import Sequence
 from asyncrl.errors import DataError
 from asyncrl.queue.messages import DropReason, Frontier
 
-__all__ = ["EMPTY", "Ledger", "check_frontier", "merge_frontiers", "split_frontier"]
+__all__ = ["EMPTY", "Ledger", "check_frontier", "frontier_problem", "merge_frontiers", "split_frontier"]
 
 
 EMPTY = Frontier(steps=0, low=0, settled_above=(), trained=0, dropped={})
 
 
 def check_frontier(frontier: Frontier) -> None:
-    """Whether a frontier of a whole queue counts what can be counted, and settles as many tickets as it counts.
+    """Whether the frontier of a whole queue, as a checkpoint has it, adds up.
 
     Raises:
         DataError: it does not.
     """
-    unknown = sorted(set(frontier.dropped) - set(DropReason))
+    problem = frontier_problem(frontier)
+    if problem:
+        raise DataError(f"{problem}: the checkpoint's manifest is damaged")
+
+
+def frontier_problem(frontier: Frontier) -> str:
+    """What does not add up in the frontier of a whole queue; empty if it counts from 0 on, and as many tickets as it settles.
+
+    Example:
+        >>> frontier_problem(EMPTY)
+        ''
+    """
+    unknown = set(frontier.dropped) - set(DropReason)
     if unknown or min(frontier.steps, frontier.low, frontier.trained, *frontier.dropped.values()) < 0:
-        raise DataError(
+        return (
             f"a frontier counts from 0 on, and its reasons are {', '.join(DropReason)}; met steps={frontier.steps}, low={frontier.low}, "
-            f"trained={frontier.trained}, dropped={frontier.dropped}: the checkpoint's manifest is damaged"
+            f"trained={frontier.trained}, dropped={frontier.dropped}"
         )
     settled = frontier.low + len(frontier.settled_above)
     dropped = sum(count for reason, count in frontier.dropped.items() if reason != DropReason.ABANDONED)
     if settled != frontier.trained + dropped or any(ticket < frontier.low for ticket in frontier.settled_above):
-        raise DataError(
+        return (
             f"a frontier settles as many tickets as it counts; met low={frontier.low} and {len(frontier.settled_above)} above it, "
-            f"but {frontier.trained} trained and {dropped} dropped: the checkpoint's manifest is damaged"
+            f"but {frontier.trained} trained and {dropped} dropped"
         )
+    return ""
 
 
 def split_frontier(frontier: Frontier, shard: int, shards: int) -> Frontier:

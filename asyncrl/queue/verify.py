@@ -16,8 +16,8 @@ import msgspec
 from asyncrl.errors import AsyncRLError, DataError
 from asyncrl.queue.durable.rows import GroupRow
 from asyncrl.queue.inspect import LIVE, ShardFiles
-from asyncrl.queue.ledger import check_frontier, merge_frontiers
-from asyncrl.queue.messages import DropReason, Frontier
+from asyncrl.queue.ledger import frontier_problem, merge_frontiers
+from asyncrl.queue.messages import Frontier
 from asyncrl.queue.payload import checksum
 from asyncrl.queue.records import GateState
 
@@ -127,10 +127,6 @@ def _miscounts(files: ShardFiles, state: GateState, rows: tuple[GroupRow, ...]) 
 def _count(frontier: Frontier, verdict: Verdict) -> None:
     verdict.trained, verdict.dropped = frontier.trained, frontier.dropped
     verdict.admitted = verdict.trained + Counter(verdict.dropped).total() + verdict.in_flight
-    try:
-        check_frontier(frontier)
-    except DataError:
-        dropped = sum(count for reason, count in frontier.dropped.items() if reason != DropReason.ABANDONED)
-        verdict.miscounts.append(
-            f"{frontier.low + len(frontier.settled_above)} tickets are settled, but {frontier.trained} are trained and {dropped} dropped"
-        )
+    problem = frontier_problem(frontier)
+    if problem:
+        verdict.miscounts.append(problem)

@@ -331,6 +331,6 @@ def test_a_client_may_give_a_silent_broker_less_time_than_the_run_does(tmp_path:
     with broker(run_dir) as process, Observer.connect(run_dir.read_config(), run_dir.read_facts(), "driver", answer_s=0.5) as observer:
         assert observer.status().step == 0
         process.send_signal(signal.SIGSTOP)
-        with pytest.raises(PeerTimeout, match="within 0.5 s"):
+        with pytest.raises(PeerTimeout, match=r"within 0\.5 s"):
             observer.status()
         process.send_signal(signal.SIGCONT)

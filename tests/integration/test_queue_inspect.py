@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from queue_folder import QueueFolder
 
@@ -146,6 +147,26 @@ def test_verify_finds_groups_that_ledger_and_frontier_count_differently(queue: Q
     assert code == 1
     assert "1 tickets are settled in the ledger and not in the frontier: 2" in text
     assert "1 tickets are live in the ledger and settled in the frontier: 1" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trained": 7}, "but 7 trained and 1 dropped"),
+        ({"dropped": {"weather": 0}}, "its reasons are no_signal, "),
+    ],
+)
+def test_verify_finds_a_frontier_that_does_not_add_up(
+    queue: QueueFolder, capsys: pytest.CaptureFixture[str], change: dict[str, Any], said: str
+) -> None:
+    state = queue.gate.state()
+    queue.close()
+    ledger = LedgerFile(queue.run_dir.queue / "shard-0" / "ledger.sqlite", queue.facts.run_id, 0, 1)
+    wrong = msgspec.structs.replace(state, frontier=msgspec.structs.replace(state.frontier, **change))
+    ledger.write(Changes(groups=(), state=msgspec.msgpack.encode(wrong)))
+    ledger.close()
+    code, text = run(capsys, "verify", str(queue.run_dir.path))
+    assert code == 1 and said in text
 
 
 def test_looking_writes_nothing_and_stops_nobody(queue: QueueFolder) -> None:
