@@ -87,7 +87,11 @@ class Arena:
         views = [memoryview(frame).cast("B") for frame in frames]
         length = sum(view.nbytes for view in views)
         own = self._take(length)
-        target = self._view(own)
+        try:
+            target = self._view(own)
+        except OSError as error:
+            self._give_up(own)
+            raise self._unusable(length, error) from error
         state = xxhash.xxh3_64()
         position = 0
         for piece in _pieces(views):
@@ -128,7 +132,10 @@ class Arena:
                 num_bytes=length,
             )
         if own is None:
-            own = self._create(capacity)
+            try:
+                own = self._create(capacity)
+            except OSError as error:
+                raise self._unusable(length, error) from error
         else:
             self._free[capacity].remove(own)
         self._reserve(own, length, growth)
@@ -142,8 +149,7 @@ class Arena:
             if (self._folder / own.name).exists():
                 return own
             free.remove(own)
-            self.num_bytes -= own.touched
-            self._drop(own, unlink=False)
+            self._give_up(own)
         return None
 
     def _shrink(self, growth: int, *, spare: _Own | None) -> None:
@@ -153,8 +159,7 @@ class Arena:
                 if self.num_bytes + growth <= self.limit_bytes:
                     return
                 free.remove(own)
-                self.num_bytes -= own.touched
-                self._drop(own, unlink=True)
+                self._give_up(own)
 
     def _create(self, capacity: int) -> _Own:
         while True:
@@ -194,23 +199,31 @@ class Arena:
         """Allocates the pages now: a mapping that finds no page later is a SIGBUS and not an error."""
         if not growth:
             return
-        handle = os.open(self._folder / own.name, os.O_RDWR | OPEN_FLAGS)
         try:
-            os.posix_fallocate(handle, 0, _pages(length))
+            handle = os.open(self._folder / own.name, os.O_RDWR | OPEN_FLAGS)
+            try:
+                os.posix_fallocate(handle, 0, _pages(length))
+            finally:
+                os.close(handle)
         except OSError as error:
-            self.num_bytes -= own.touched
-            self._drop(own, unlink=True)
-            raise QueueError(
-                f"{self._folder} has no room for a payload of {length} bytes ({error.strerror}): enlarge it, or use inline payload",
-                num_bytes=length,
-            ) from error
-        finally:
-            os.close(handle)
+            self._give_up(own)
+            raise self._unusable(length, error) from error
         with contextlib.suppress(OSError):  # huge pages are a gain where the host gives them, no need
             if length >= _HUGE_PAGE_BYTES:
                 self._view(own).madvise(_MADV_COLLAPSE, 0, length // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES)
         own.touched += growth
         self.num_bytes += growth
+
+    def _unusable(self, length: int, error: OSError) -> QueueError:
+        return QueueError(
+            f"{self._folder} has no room for a payload of {length} bytes ({error.strerror}): enlarge it, or use inline payload",
+            num_bytes=length,
+        )
+
+    def _give_up(self, own: _Own) -> None:
+        """It is neither used nor free any more."""
+        self.num_bytes -= own.touched
+        self._drop(own, unlink=True)
 
     def _drop(self, own: _Own, unlink: bool) -> None:
         self._unmap(own)

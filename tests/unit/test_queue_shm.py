@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -188,3 +189,21 @@ def test_a_free_segment_that_somebody_removed_is_replaced(tmp_path):
     segment = arena.write([b"new"])
     assert segment.name != gone.name and bytes(Mappings("run-1", folder=tmp_path).view(segment.name, 3)) == b"new"
     assert arena.num_bytes == 4096
+
+
+@pytest.mark.parametrize("call", [0, 1, 2])
+def test_a_segment_that_cannot_be_opened_is_refused_and_costs_nothing(tmp_path, monkeypatch, call):
+    """It is made, given pages, and mapped: each opens a file."""
+    arena, calls, real = Arena("run-1", "generator-0", 1 << 20, folder=tmp_path), iter(range(100)), os.open
+
+    def fails_once(*arguments, **options):
+        if next(calls) == call:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(os, "open", fails_once)
+    with pytest.raises(QueueError, match="Too many open files"):
+        arena.write([b"one"])
+    assert (arena.num_bytes, arena.num_used) == (0, 0) and not list(tmp_path.iterdir())
+    segment = arena.write([b"two"])
+    assert bytes(Mappings("run-1", folder=tmp_path).view(segment.name, 3)) == b"two"
