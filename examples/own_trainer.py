@@ -96,8 +96,12 @@ async def main() -> None:
     options = parser.parse_args()
     policy = Policy(options.run_dir / "policy.json")
     producing = asyncio.create_task(produce(options.run_dir, policy))
-    await asyncio.to_thread(train, options.run_dir, policy, options.steps)
-    producing.cancel()
+    try:
+        await asyncio.to_thread(train, options.run_dir, policy, options.steps)
+    finally:
+        if producing.done():
+            producing.result()  # raises what ended it, which is why training got no more groups
+        producing.cancel()
 
 
 if __name__ == "__main__":

@@ -98,7 +98,8 @@ def _show(options: argparse.Namespace) -> int:
         if value not in ("", [], None):
             print(f"{name:<12} {json.dumps(value) if isinstance(value, dict | list) else value}")
     if payload is not None:
-        print(payload["problem"] and f"payload      {payload['problem']}")
+        if payload["problem"]:
+            print(f"payload      {payload['problem']}")
         trajectories = payload["trajectories"]
         _table(tuple(trajectories[0]) if trajectories else (), [tuple(map(str, each.values())) for each in trajectories])
     return 0

@@ -65,9 +65,8 @@ def prepare_resume(run_dir: RunDir, config: Config) -> RunDir:
     run_dir.ending.unlink(missing_ok=True)
     shutil.rmtree(run_dir.export, ignore_errors=True)
     if run_dir.read_config().queue.shards != config.queue.shards:
-        shutil.rmtree(
-            run_dir.queue, ignore_errors=True
-        )  # tickets lie in other shards now: from the checkpoint's frontier they are sampled again
+        # tickets lie in other shards now: from the checkpoint's frontier they are sampled again
+        shutil.rmtree(run_dir.queue, ignore_errors=True)
     run_dir.write_config(config)
     run_dir.write_facts(_facts(config, old.run_id, old.incarnation + 1, model_dir, checkpoint))
     return run_dir
