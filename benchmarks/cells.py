@@ -22,10 +22,10 @@ from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, UnsupportedError
 from benchmarks.cpu import MARK, marked_cpu_s
+from benchmarks.groups import NUM_TRAJECTORIES
 
 __all__ = ["CARRIERS", "Carried", "Carrier", "run_cell"]
 
-NUM_TRAJECTORIES = 64
 WARM_ROUNDS = 2
 
 Carrier = Callable[[], int]

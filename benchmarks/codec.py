@@ -10,11 +10,9 @@ from typing import Any
 from asyncrl.trajectory import decode_group, encode_group_frames
 from benchmarks.cpu import memcpy_s_per_gb
 from benchmarks.figures import Figure
-from benchmarks.groups import make_group, token_bytes
+from benchmarks.groups import NUM_TRAJECTORIES, make_group, token_bytes
 
 __all__ = ["figures"]
-
-NUM_TRAJECTORIES = 64
 
 
 def figures(trajectory_mb: float, repeats: int = 3) -> list[Figure]:

@@ -9,7 +9,10 @@ import xxhash
 
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan
 
-__all__ = ["BYTES_PER_TOKEN", "make_group", "token_bytes", "token_sum"]
+__all__ = ["BYTES_PER_TOKEN", "NUM_TRAJECTORIES", "make_group", "token_bytes", "token_sum"]
+
+NUM_TRAJECTORIES = 64
+"""Of a measured group."""
 
 BYTES_PER_TOKEN = 8.125  # int32 id, float32 log-prob, one bit of mask
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import DataError
+from asyncrl.launch.start import free_port
 from asyncrl.queue.shm import SegmentKeeper
 from benchmarks.cells import Carrier
 
@@ -47,7 +47,7 @@ def new_run(folder: Path, groups_per_step: int, options: Mapping[str, Any]) -> R
         RunFacts(
             run_id=f"b{uuid.uuid4().hex[:8]}",
             incarnation=0,
-            queue_endpoints=(f"tcp://127.0.0.1:{_free_port()}" if tcp else f"ipc://{folder}/q",),
+            queue_endpoints=(f"tcp://127.0.0.1:{free_port()}" if tcp else f"ipc://{folder}/q",),
             sync_endpoint=f"ipc://{folder}/s",
             rendezvous="",
             model_dir="",
@@ -69,13 +69,6 @@ def broker(run_dir: RunDir) -> Iterator[subprocess.Popen[bytes]]:
             process.terminate()
             process.wait(timeout=30)
             SegmentKeeper(run_dir.read_facts().run_id).sweep(())
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class End:

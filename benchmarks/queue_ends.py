@@ -26,11 +26,8 @@ from asyncrl.queue.messages import Fetch, Payloads
 from asyncrl.queue.payload import checksum
 from asyncrl.queue.shm import Mappings
 from asyncrl.trajectory import GroupMeta, encode_group_frames
-from benchmarks.groups import make_group, token_bytes
+from benchmarks.groups import NUM_TRAJECTORIES, make_group, token_bytes
 
-__all__ = ["NUM_TRAJECTORIES"]
-
-NUM_TRAJECTORIES = 64
 WAIT_S = 60.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.multiprocessing as mp
 
 from asyncrl.algorithms.losses import Denominators, LossSettings
 from asyncrl.config import Config
+from asyncrl.launch.start import free_port
 from asyncrl.learner.batch import Batch, Row
 from asyncrl.learner.engine import EngineSpec
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan
@@ -121,13 +121,6 @@ def spec(model_dir: str, *, dtype: str = "float32", **learner: Any) -> EngineSpe
     options = {"learning_rate": 1e-3, "warmup_steps": 2, "micro_batch_tokens": 48} | learner
     config = Config.model_validate({"learner": options})
     return EngineSpec(model_dir=model_dir, dtype=dtype, device="cpu", learner=config.learner)
-
-
-def free_port() -> int:
-    """A loopback port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_ranks(world: int, work: Callable[..., None], *arguments: Any) -> None:

@@ -23,7 +23,7 @@ FIXED = (
     *(f"task.{name}" for name in TaskConfig.model_fields if name not in ("reward_timeout_s", "eval_size")),
 )  # fmt: skip
 
-__all__ = ["check_same_prompts", "endpoints", "model_cache", "prepare_resume", "prepare_run"]
+__all__ = ["check_same_prompts", "endpoints", "free_port", "model_cache", "prepare_resume", "prepare_run"]
 
 
 def prepare_run(config: Config) -> RunDir:
@@ -99,10 +99,15 @@ def endpoints(config: Config, run_id: str) -> list[str]:
     shards, first = config.queue.shards, config.queue.port
     if config.queue.transport == "ipc":
         return [f"ipc://{scratch}/sync", *(f"ipc://{scratch}/queue-{n}" for n in range(shards))]
-    return [f"tcp://{config.queue.host}:{first + n if first else _free_port(config.queue.host)}" for n in range(shards + 1)]
+    return [f"tcp://{config.queue.host}:{first + n if first else free_port(config.queue.host)}" for n in range(shards + 1)]
 
 
-def _free_port(host: str) -> int:
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine's address that was free a moment ago.
+
+    Raises:
+        ConfigError: the address is none of this machine's.
+    """
     with socket.socket() as probe:
         try:
             probe.bind((host, 0))

@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from learner_support import VOCABULARY, free_port, tiny_model_dir
+from learner_support import VOCABULARY, tiny_model_dir
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import AsyncRLError, DataError
+from asyncrl.launch.start import free_port
 from asyncrl.learner.checkpoint import read_manifest
 from asyncrl.learner.export import export_checkpoint
 from asyncrl.queue.client import Observer, Producer
