@@ -48,9 +48,11 @@ def test_each_step_has_the_promised_metrics_and_the_bound_holds(tiny):
         assert set(REQUIRED_FIELDS) <= set(m)
         assert sum(m["staleness_hist"].values()) == m["trained_tokens"] > 0
         assert 0 <= m["staleness_mean"] <= m["staleness_max"] <= 1
-        assert m["mismatch_kl"] >= -1e-9 and 0 < m["ess"] <= 1.001
+        assert m["mismatch_kl"] >= -1e-9 and 0 < m["ess"] <= 1.001 and m["abs_log_ratio"] < 0.25
         assert m["staleness_max"] == 1 or m["mismatch_kl"] < 1e-6, "at lag 0 sampler and learner hold the same weights in float32"
-    # a step may hold one rare token that the update in between made many times likelier; most do not
+    # a batch may hold one rare token that the update in between made a hundred times likelier, and both have its weight in them; few do
+    near = [m for m in steps if abs(m["mismatch_kl"]) < 0.05 and m["ess"] > 0.5]
+    assert len(near) >= 0.97 * len(steps)
     assert statistics.median(m["mismatch_kl"] for m in steps) < 0.01 and statistics.median(m["ess"] for m in steps) > 0.95
     assert {m["staleness_max"] for m in steps} == {0, 1}
 
