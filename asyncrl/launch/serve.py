@@ -75,6 +75,7 @@ def prepare_serve(path: Path, overrides: Sequence[str], checkpoint: Path | None 
     else:
         config = override(run_dir.read_config(), overrides)
         check_same_prompts(run_dir.read_config(), config)
+        _check_same_shards(run_dir, config)
     check_liveness(config)
     check_ports(config)
     check_keys(config)
@@ -83,6 +84,15 @@ def prepare_serve(path: Path, overrides: Sequence[str], checkpoint: Path | None 
     run_dir.write_config(config)
     run_dir.write_facts(facts)
     return run_dir
+
+
+def _check_same_shards(run_dir: RunDir, config: Config) -> None:
+    before = run_dir.read_config().queue.shards
+    if config.queue.shards != before and any(run_dir.queue.glob("shard-*/ledger.sqlite")):
+        raise ConfigError(
+            f"{run_dir.queue} holds the tickets of {before} shards, and they stay where they are; met queue.shards={config.queue.shards}: "
+            "serve another directory"
+        )
 
 
 def _next_facts(run_dir: RunDir, config: Config, old: RunFacts | None, checkpoint: Path | None) -> RunFacts:

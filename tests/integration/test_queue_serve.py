@@ -121,6 +121,20 @@ def test_the_example_trains_against_a_served_queue_and_goes_on_from_its_own_chec
         assert "64 groups trained" in said and float(said.split("probability ")[1].split(";")[0]) > 0.25
 
 
+@pytest.mark.real
+def test_another_number_of_shards_is_refused_before_anything_is_written(run: Path) -> None:
+    with served(run, *OPTIONS) as process:
+        assert asyncio.run(finish(run, 1)) == [0]
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+    with served(run, "queue.shards=2") as process:
+        assert process.wait(timeout=60) == 2
+        assert process.stderr is not None and b"holds the tickets of 1 shards" in process.stderr.read()
+    assert RunDir(run).read_config().queue.shards == 1
+    with served(run):
+        assert asyncio.run(finish(run, 1)) == [1]
+
+
 def test_training_refuses_tickets_without_prompts_and_serving_a_training_run(tmp_path: Path) -> None:
     run_dir = prepare_serve(tmp_path, OPTIONS)
     config, facts = run_dir.read_config(), run_dir.read_facts()
