@@ -9,11 +9,23 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["MAX_COUNT", "MAX_TOTAL_TOKENS", "Checksum", "Count", "Priority", "Seconds", "TokensByVersion", "TotalTokens"]
+__all__ = [
+    "MAX_ADDRESS",
+    "MAX_COUNT",
+    "MAX_TOTAL_TOKENS",
+    "Address",
+    "Checksum",
+    "Count",
+    "Priority",
+    "Seconds",
+    "TokensByVersion",
+    "TotalTokens",
+]
 
 MAX_COUNT = 1 << 53
 MAX_TOTAL_TOKENS = 1 << 48
 MAX_VERSIONS = 4096
+MAX_ADDRESS = 256
 
 Count = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]
 """A number of things, a step, a version, a ticket; -1 for none."""
@@ -32,3 +44,6 @@ Seconds = Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)]
 
 Priority = Annotated[float, msgspec.Meta(ge=0.0, le=1e9)]
 """What the orders that draw by priority take."""
+
+Address = Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS)]
+"""A ZeroMQ endpoint; empty for none."""

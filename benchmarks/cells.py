@@ -36,6 +36,8 @@ CARRIERS = {
     "ipc": "benchmarks.queue_carrier",
     "tcp": "benchmarks.queue_carrier",
     "ipc_synced": "benchmarks.queue_carrier",
+    "ipc_relayed": "benchmarks.queue_carrier",
+    "tcp_relayed": "benchmarks.queue_carrier",
     "ray_queue": "benchmarks.peer_ray",
     "transfer_queue": "benchmarks.peer_transfer_queue",
 }

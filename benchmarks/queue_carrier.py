@@ -1,10 +1,13 @@
 """The queue itself as a carrier: a real broker, a producer and a consumer, each a process, on one host.
 
-``shm``, ``ipc`` and ``tcp`` keep nothing on disk, ``ipc_synced`` appends to the log and waits for the disk before it acknowledges.
+``shm``, ``ipc`` and ``tcp`` keep nothing on disk; over the last two the consumer takes payload from the producer itself, and
+``ipc_relayed`` and ``tcp_relayed`` send it through the broker. ``ipc_synced`` sends it to the broker, which appends it to the log and waits
+for the disk before it acknowledges; the consumer reads the log's files.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import DataError
 from asyncrl.launch.start import free_port
+from asyncrl.queue.heap import streaming_copies
 from asyncrl.queue.shm import SegmentKeeper
 from benchmarks.cells import Carrier
 
@@ -27,9 +31,11 @@ __all__ = ["OPTIONS", "broker", "carrier", "new_run"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "shm": {"payload": "shm", "durability": "memory"},
-    "ipc": {"payload": "inline", "durability": "memory"},
-    "tcp": {"payload": "inline", "durability": "memory", "transport": "tcp"},
+    "ipc": {"payload": "direct", "durability": "memory"},
+    "tcp": {"payload": "direct", "durability": "memory", "transport": "tcp"},
     "ipc_synced": {"payload": "inline", "durability": "synced"},
+    "ipc_relayed": {"payload": "inline", "durability": "memory"},
+    "tcp_relayed": {"payload": "inline", "durability": "memory", "transport": "tcp"},
 }
 """Options of the queue by cell."""
 
@@ -76,7 +82,8 @@ class End:
 
     def __init__(self, role: str, run_dir: RunDir, trajectory_mb: float) -> None:
         command = [sys.executable, "-m", "benchmarks.queue_ends", role, str(run_dir.path), str(trajectory_mb)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        environment = {**os.environ, **(streaming_copies() if role == "producer" else {})}  # as the launcher starts generators
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self._role = role
 
     def tell(self) -> None:

@@ -19,12 +19,8 @@ from typing import Any
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import DataError
 from asyncrl.queue.client import Producer
-from asyncrl.queue.connection import expect
 from asyncrl.queue.consumer import Consumer
 from asyncrl.queue.heap import keep_pages
-from asyncrl.queue.messages import Fetch, Payloads
-from asyncrl.queue.payload import checksum
-from asyncrl.queue.shm import Mappings
 from asyncrl.trajectory import GroupMeta, encode_group_frames
 from benchmarks.groups import NUM_TRAJECTORIES, make_group, token_bytes
 
@@ -64,27 +60,21 @@ async def _put(producer: Producer, metas: Sequence[GroupMeta], frames: Sequence[
 def consume(run_dir: RunDir) -> None:
     """Leases, fetches, sums up and commits one step for every line."""
     facts = run_dir.read_facts()
-    mappings = Mappings(facts.run_id)
     with Consumer.connect(run_dir.read_config(), facts, "learner-0") as consumer:
         print("ready", flush=True)
         for step, _ in enumerate(sys.stdin):
             lease = consumer.lease(step, WAIT_S)
             if not lease.groups:
                 raise DataError(f"a step has groups; met {lease.blocked}")
-            print(sum(_fetch(consumer, mappings, meta.ticket) for meta in lease.groups), flush=True)
+            print(sum(_fetch(consumer, meta.ticket) for meta in lease.groups), flush=True)
             consumer.commit(step)
             consumer.checkpointed(step + 1)
 
 
-def _fetch(consumer: Consumer, mappings: Mappings, ticket: int) -> int:
-    """Bytes of a payload whose checksum is that of its producer."""
-    link = consumer._links[0]
-    body, frames = link.ask(Fetch(tickets=(ticket,)))
-    item = expect(Payloads, body, link._dialogue).groups[0]
-    pieces: list[Any] = [mappings.view(item.segment, sum(item.lengths))] if item.segment else frames
-    if checksum(pieces) != item.checksum:
-        raise DataError(f"payload of ticket {ticket} has checksum {item.checksum:#x}; met {checksum(pieces):#x}")
-    return sum(item.lengths)
+def _fetch(consumer: Consumer, ticket: int) -> int:
+    """Bytes of a payload, whose checksum its reader compares with that of the producer."""
+    payloads, frames = consumer._links[0].payloads([ticket], consumer._reader)
+    return sum(len(piece) for piece in consumer._reader.pieces(payloads.groups[0], frames))
 
 
 def main() -> None:

@@ -36,6 +36,11 @@ def check_network(queue: QueueConfig) -> None:
     Raises:
         ConfigError: other machines would reach it without keys, its clients would be told no address, or payload could not travel.
     """
+    if queue.payload == "direct" and queue.durability != "memory":
+        raise ConfigError(
+            "queue.payload=direct leaves payload with its producer, and a log keeps it at the broker; met "
+            f"queue.durability={queue.durability}: set queue.durability=memory, or queue.payload=inline"
+        )
     if queue.transport == "ipc":
         return
     if queue.host in ("*", "0.0.0.0", "::", "[::]"):
@@ -43,7 +48,7 @@ def check_network(queue: QueueConfig) -> None:
     endpoint = f"tcp://{queue.host}:{queue.port}"
     check_exposure(endpoint, queue.keys)
     if queue.payload == "shm" and not is_local(endpoint):
-        raise ConfigError(f"shared memory does not reach other machines; met queue.host={queue.host}: set queue.payload=inline")
+        raise ConfigError(f"shared memory does not reach other machines; met queue.host={queue.host}: set queue.payload=inline, or direct")
 
 
 def is_local(endpoint: str) -> bool:

@@ -167,7 +167,9 @@ class QueueConfig(Group):
     dead_after_s: float = option(15.0, "a producer silent for so long is dead", unit="s", gt=0)
     last_batch: Literal["train", "drop"] = option("train", "what becomes of the last, partial batch of a finite training set")
     transport: Literal["ipc", "tcp"] = option("ipc", "socket family of queue and sync on this host")
-    payload: Literal["shm", "inline"] = option("shm", "how tokens travel: in shared memory of one host, or through the broker's sockets")
+    payload: Literal["shm", "inline", "direct"] = option(
+        "shm", "how tokens travel: in shared memory of one host, through the broker's sockets, or straight from producer to learner"
+    )
     durability: Literal["memory", "written", "synced"] = option(
         "written", "what an acknowledgement survives: nothing, the death of the broker, the loss of power"
     )

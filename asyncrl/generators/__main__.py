@@ -16,6 +16,7 @@ from types import FrameType
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import AsyncRLError
 from asyncrl.generators.process import configure_logging, generate
+from asyncrl.queue.heap import not_for_children
 
 log = logging.getLogger("asyncrl.generators")
 
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="name of this generator, unique in the run")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _end_while_starting)
+    not_for_children()
     configure_logging(options.name, "info")
     try:
         run_dir = RunDir(options.run_dir)

@@ -58,6 +58,9 @@ class TicketQueue(Protocol):
     async def heartbeat(self, version: int, in_flight: dict[int, int], sampled_tokens: int) -> None:
         """Says that this generator lives."""
 
+    async def settled(self) -> None:
+        """Waits until nobody needs payload that stayed here."""
+
 
 class Rollout:
     """Keeps up to ``generator.max_groups`` groups running until the queue stops or :meth:`stop` is called.
@@ -127,6 +130,7 @@ class Rollout:
                 self._running[asyncio.create_task(self._group(ticket), name=f"group {ticket.group_id}")] = ticket
             if reply.stopping:
                 log.info("the queue is stopping")
+                await self._queue.settled()
                 return
             if reply.advance:
                 await self._advance(version)

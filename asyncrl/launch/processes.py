@@ -7,6 +7,7 @@ import sys
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.launch.supervisor import ProcessSpec
+from asyncrl.queue.heap import streaming_copies
 
 __all__ = ["brokers", "evaluation", "export", "generators", "is_broker", "learners"]
 
@@ -42,11 +43,12 @@ def learners(run_dir: RunDir, config: Config, facts: RunFacts) -> list[ProcessSp
 def generators(run_dir: RunDir, config: Config, facts: RunFacts) -> list[ProcessSpec]:
     """One process for each generator replica, in the generators' own interpreter."""
     command = (_python(config), "-m", "asyncrl.generators", str(run_dir.path), "--name")
+    copies = streaming_copies() if config.queue.payload == "shm" else {}
     return [
         ProcessSpec(
             name=f"generator-{i}",
             command=(*command, f"generator-{i}"),
-            environment=_environment(config.generator.threads),
+            environment={**_environment(config.generator.threads), **copies},
             num_gpus=_generator_gpus(config, facts),
         )
         for i in range(config.generator.replicas)

@@ -57,6 +57,14 @@ class Acceptance:
         if record is not None and record.attempt == attempt and record.finished:
             self._book.fail(record, f"payload: {reason}")
 
+    def lost(self, ticket: int, reason: str) -> bool:
+        """Payload of a group that waits is gone: another attempt is made. Of a leased one its consumer says what it met."""
+        record = self._book.get(ticket)
+        if record is None or record.state is not GroupState.QUEUED:
+            return False
+        self._book.fail(record, f"payload: {reason}")
+        return True
+
     def fail(self, producer: str, ticket: int, attempt: int, reason: str, final: bool) -> None:
         """See :meth:`asyncrl.queue.gate.Gate.fail`."""
         record = self._book.get(ticket)

@@ -29,7 +29,7 @@ __all__ = ["Arena", "size_class"]
 _SMALLEST_BYTES = 1 << 16
 _HUGE_PAGE_BYTES = 1 << 21
 _MADV_COLLAPSE = 25  # Linux 6.1; the mmap module of Python 3.12 has no name for it
-_PIECE_BYTES = 1 << 17
+_PIECE_BYTES = 1 << 19
 _MAX_MAPPED = 128
 """Each mapping holds an open file, of which a process often may have a thousand; the segments written longest ago are unmapped."""
 
@@ -57,6 +57,9 @@ class Arena:
         limit_bytes: pages that the segments may hold together, in use or waiting to be used again.
         folder: where they lie; another one only in tests.
     """
+
+    source = ""
+    """No address: payload is read where it lies."""
 
     def __init__(self, run_id: str, owner: str, limit_bytes: int, *, folder: Path = SHM_FOLDER) -> None:
         name_pattern(run_id)

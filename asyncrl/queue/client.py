@@ -22,6 +22,7 @@ from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError, VersionError
 from asyncrl.queue.arena import Arena
 from asyncrl.queue.connection import START_TIMEOUT_S, run_of
 from asyncrl.queue.consumer import Consumer
+from asyncrl.queue.direct import Shelf
 from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone, Put, PutItem, QueueStatus, Role, Stop, Ticket, Tickets
 from asyncrl.queue.observing import ObserverLink, merged_status
 from asyncrl.queue.payload import checksum, frame_lengths
@@ -32,6 +33,7 @@ __all__ = ["Consumer", "Observer", "Producer"]
 
 log = logging.getLogger(__name__)
 HELD_PAUSE_S = 0.5
+SETTLED_PAUSE_S = 0.2
 PUT_BYTES = 64 << 20
 
 
@@ -52,7 +54,7 @@ class Producer:
         ['accepted']
     """
 
-    def __init__(self, links: Sequence[ProducerLink], arena: Arena | None) -> None:
+    def __init__(self, links: Sequence[ProducerLink], arena: Arena | Shelf | None) -> None:
         self._links = list(links)
         self._arena = arena
         self._next = 0
@@ -64,12 +66,11 @@ class Producer:
         try:
             for shard in range(len(facts.queue_endpoints)):
                 links.append(await ProducerLink.open(config, facts, name, shard, timeout_s))
+            return cls(links, _new_arena(config, facts, name))
         except AsyncRLError:
             for link in links:
                 await link.close()
             raise
-        arena = Arena(facts.run_id, name, config.queue.max_queued_mib << 20) if config.queue.payload == "shm" else None
-        return cls(links, arena)
 
     @classmethod
     async def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S) -> Producer:
@@ -143,11 +144,20 @@ class Producer:
             raise VersionError(f"a version never falls; {self._links[0].name} said {known}, now {version}: load the current weights")
 
     async def close(self) -> None:
-        """Closes the sockets; requests still waiting fail with PeerTimeout. In shared memory only payload of groups not settled stays."""
+        """Closes the sockets; requests still waiting fail with PeerTimeout.
+
+        In shared memory payload of groups that aren't settled stays. With ``queue.payload=direct`` it goes, and they are sampled again:
+        wait for :meth:`settled` before.
+        """
         for link in self._links:
             await link.close()
         if self._arena is not None:
             self._arena.close(unlink=False)
+
+    async def settled(self) -> None:
+        """Waits until this process need not live on for payload that stays with it (``queue.payload=direct``); heartbeats must go on."""
+        while isinstance(self._arena, Shelf) and self._arena.num_used:
+            await asyncio.sleep(SETTLED_PAUSE_S)
 
     def _item(self, group: TrajectoryGroup, link: ProducerLink) -> tuple[PutItem, list[Any]]:
         frames = encode_group_frames(group)
@@ -156,9 +166,10 @@ class Producer:
     def _prepared(self, meta: GroupMeta, frames: Sequence[Any], link: ProducerLink) -> tuple[PutItem, list[Any]]:
         """What is sent for an encoded group."""
         if self._arena is not None:
-            with contextlib.suppress(QueueError):  # no room in shared memory: it goes through the socket
+            with contextlib.suppress(QueueError):  # no room in shared memory, or on the shelf: it goes through the broker's socket
                 segment = self._arena.write(frames)
-                return PutItem(meta=meta, checksum=segment.checksum, lengths=(segment.length,), segment=segment.name), []
+                lengths = (segment.length,)
+                return PutItem(meta=meta, checksum=segment.checksum, lengths=lengths, segment=segment.name, source=self._arena.source), []
         link.check_size(meta.payload_bytes)  # the log hands it out as one frame
         return PutItem(meta=meta, checksum=checksum(frames), lengths=frame_lengths(frames)), list(frames)
 
@@ -212,6 +223,18 @@ class Producer:
             return await self._links[number].tickets(version, n, wait_s)
         except PeerTimeout as error:
             log.warning("%s", error)
+            return None
+
+
+def _new_arena(config: Config, facts: RunFacts, name: str) -> Arena | Shelf | None:
+    """Where a producer lays its payload, by ``queue.payload``."""
+    limit_bytes = config.queue.max_queued_mib << 20
+    match config.queue.payload:
+        case "shm":
+            return Arena(facts.run_id, name, limit_bytes)
+        case "direct":
+            return Shelf(facts.run_id, name, facts.queue_endpoints[0], limit_bytes, keys=config.queue.keys)
+        case _:
             return None
 
 

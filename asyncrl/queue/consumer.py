@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
 from asyncrl.config import Config
+from asyncrl.config.network import is_local
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout
 from asyncrl.queue.connection import START_TIMEOUT_S, BlockingClient, expect, run_of
@@ -40,6 +41,7 @@ from asyncrl.queue.messages import (
 )
 from asyncrl.queue.observing import merged_status
 from asyncrl.queue.payload_reader import PayloadReader
+from asyncrl.queue.puller import Puller
 from asyncrl.queue.settings import share_of
 from asyncrl.trajectory import GroupMeta, TrajectoryGroup
 
@@ -55,6 +57,7 @@ class ConsumerLink(BlockingClient):
     """The learner's conversation with one broker."""
 
     role = Role.CONSUMER
+    _files = True
 
     def lease(self, step: int, wait_s: float, extra: int = 0) -> Lease:
         """This shard's part of the batch of ``step``."""
@@ -77,8 +80,19 @@ class ConsumerLink(BlockingClient):
         self, tickets: Sequence[int], reader: PayloadReader, metas: Mapping[int, GroupMeta]
     ) -> tuple[dict[int, TrajectoryGroup], list[tuple[int, int, str]]]:
         """Payloads of leased groups."""
-        body, frames = self.ask(Fetch(tickets=tuple(tickets)))
-        return reader.read(expect(Payloads, body, self._dialogue), frames, metas)
+        payloads, frames = self.payloads(tickets, reader)
+        return reader.read(payloads, frames, metas)
+
+    def payloads(self, tickets: Sequence[int], reader: PayloadReader) -> tuple[Payloads, list[Any]]:
+        """What the broker says of payloads, and those that it hands out itself."""
+        self._files = self._files and is_local(self._dialogue.endpoint)
+        body, frames = self.ask(Fetch(tickets=tuple(tickets), files=self._files))
+        payloads = expect(Payloads, body, self._dialogue)
+        if reader.reaches(payloads):
+            return payloads, frames
+        log.info("files of the queue at %s cannot be read here: their payload comes through its socket", self._dialogue.endpoint)
+        self._files = False
+        return self.payloads(tickets, reader)
 
     def status(self) -> QueueStatus:
         """Counts of this shard."""
@@ -99,11 +113,11 @@ class Consumer:
         ...     frontier = consumer.commit(0).frontier
     """
 
-    def __init__(self, links: Sequence[ConsumerLink], shares: Sequence[int], run_id: str, max_uses: int = 1) -> None:
+    def __init__(self, links: Sequence[ConsumerLink], shares: Sequence[int], reader: PayloadReader, max_uses: int = 1) -> None:
         self._max_uses = max_uses
         self._links = list(links)
         self._shares = list(shares)
-        self._reader = PayloadReader(run_id)
+        self._reader = reader
         self._step = -1
         self._leases: dict[int, Lease] = {}
         self._dead: dict[int, float] = {}
@@ -132,7 +146,9 @@ class Consumer:
                 link.close()
             raise
         shares = [share_of(config.algorithm.groups_per_step, shard, number) for shard in range(number)]
-        return cls(links, shares, facts.run_id, config.queue.max_uses)
+        queue = config.queue
+        puller = Puller(facts.run_id, name, queue.dead_after_s, queue.max_message_mib << 20, keys=queue.keys)
+        return cls(links, shares, PayloadReader(facts.run_id, puller), queue.max_uses)
 
     @classmethod
     def join(cls, run_dir: Path | str, name: str, timeout_s: float = START_TIMEOUT_S, restore: Frontier | None = None) -> Self:
@@ -166,7 +182,10 @@ class Consumer:
         return self._merged(step, blocked)
 
     def fetch(self, groups: Sequence[GroupMeta]) -> tuple[dict[int, TrajectoryGroup], list[tuple[int, int, str]]]:
-        """Payloads of leased groups by ticket, and (ticket, attempt, reason) of those that cannot be used, for :meth:`return_`."""
+        """Payloads of leased groups by ticket, and (ticket, attempt, reason) of those that cannot be used, for :meth:`return_`.
+
+        Tokens are views of memory that is written again some time after the group was committed or returned.
+        """
         found: dict[int, TrajectoryGroup] = {}
         damaged: list[tuple[int, int, str]] = []
         for shard, link in enumerate(self._links):

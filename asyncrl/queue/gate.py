@@ -203,6 +203,10 @@ class Gate:
             self._book.fail(record, reason)
         return len(held)
 
+    def lose(self, tickets: Iterable[int], reason: str) -> int:
+        """Payload of these groups is gone: those that wait to be leased are issued again; returns how many."""
+        return sum(self._acceptance.lost(ticket, reason) for ticket in tickets)
+
     def expire(self, now_s: float) -> list[str]:
         """Ends attempts past their deadline and producers that fell silent; says what was ended."""
         said = []

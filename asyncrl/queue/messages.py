@@ -2,9 +2,10 @@
 
 A request is one msgpack header frame (:class:`Request`) and, for :class:`Put`, the payload frames of the groups
 that travel inline, in order. A reply is one :class:`Reply` frame and, for :class:`Payloads`, payload frames
-likewise. The frames of a group, put end to end, are one Arrow IPC stream. Requests carry a per-sender sequence number
-that rises by one; the broker refuses a gap and answers a repeat from memory. Numbers of requests are bounded when they
-are decoded (:mod:`asyncrl.bounds`).
+likewise. The frames of a group, put end to end, are one Arrow IPC stream. A consumer that pulls a payload from its
+producer sends a :class:`Pull` and gets a :class:`Pulled`. Requests carry a per-sender sequence number that rises by
+one; the broker refuses a gap and answers a repeat from memory. Numbers of requests are bounded when they are decoded
+(:mod:`asyncrl.bounds`).
 
 Source: design note, sections 3 and 4.
 """
@@ -15,10 +16,10 @@ import enum
 
 import msgspec
 
-from asyncrl.bounds import Checksum, Count, Priority, Seconds, TokensByVersion, TotalTokens
+from asyncrl.bounds import Address, Checksum, Count, Priority, Seconds, TokensByVersion, TotalTokens
 from asyncrl.trajectory import SCHEMA_VERSION, GroupMeta
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class DropReason(enum.StrEnum):
@@ -142,13 +143,15 @@ class PutItem(msgspec.Struct, frozen=True, kw_only=True):
     """One finished group: what planning needs, and where its payload is.
 
     ``checksum`` is xxh3-64 over the payload, ``lengths`` the bytes of its frames. They follow the header, unless
-    ``segment`` names the shared-memory segment that holds them end to end.
+    ``segment`` names the shared-memory segment that holds them end to end, or what the producer hands out under that name at the
+    address ``source``.
     """
 
     meta: GroupMeta
     checksum: Checksum
     lengths: tuple[Count, ...]
     segment: str = ""
+    source: Address = ""
 
 
 class Put(msgspec.Struct, frozen=True, kw_only=True, tag="put"):
@@ -187,9 +190,10 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True, tag="lease_request
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
-    """Payloads of leased groups."""
+    """Payloads of leased groups; with ``files`` the consumer reads files of the broker's log itself."""
 
     tickets: tuple[Count, ...]
+    files: bool = False
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit"):
@@ -293,12 +297,20 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, tag="lease"):
 
 
 class PayloadItem(msgspec.Struct, frozen=True, kw_only=True):
-    """Payload of one group; fields as in :class:`PutItem`."""
+    """Payload of one group; fields as in :class:`PutItem`. With ``file`` it lies there, from byte ``offset`` on."""
 
     ticket: int
     checksum: int
     lengths: tuple[int, ...]
     segment: str = ""
+    source: str = ""
+    file: str = ""
+    offset: int = 0
+
+    @property
+    def num_frames(self) -> int:
+        """Payload frames of the reply that are this group's."""
+        return 0 if self.segment or self.file else len(self.lengths)
 
 
 class Payloads(msgspec.Struct, frozen=True, kw_only=True, tag="payloads"):
@@ -351,3 +363,21 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
 
     sequence: int
     body: ReplyBody
+
+
+# between consumer and producer --------------------------------------------------------------------
+
+
+class Pull(msgspec.Struct, frozen=True, kw_only=True):
+    """A consumer asks a producer for the payload that it keeps under ``segment``."""
+
+    protocol: Count
+    run_id: str
+    segment: str
+
+
+class Pulled(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer, before the frames; ``found`` is false when nothing of that name is kept."""
+
+    segment: str
+    found: bool

@@ -37,6 +37,8 @@ __all__ = ["Opened", "open_queue", "reopened", "take_back"]
 
 log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
+SPARE_PARTS = 4
+"""Of the log, one in so many bytes may be in files that wait to be written anew."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +63,9 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
         journal = Journal(store, None, synced=False, max_log_bytes=max_log_bytes)
         return Opened(gate=Gate(settings, own, facts.incarnation), store=store, journal=journal)
     synced, folder = config.queue.durability == "synced", run_dir.queue / f"shard-{settings.shard}"
-    segments = SegmentLog(folder / "log", facts.run_id, settings.shard, segment_bytes=SEGMENT_BYTES)
+    segments = SegmentLog(
+        folder / "log", facts.run_id, settings.shard, segment_bytes=SEGMENT_BYTES, spare_bytes=max_log_bytes // SPARE_PARTS
+    )
     ledger = LedgerFile(folder / "ledger.sqlite", facts.run_id, settings.shard, settings.shards, synced=synced)
     found = recover(segments, ledger, _problem(facts.run_id))
     for line in found.report:

@@ -142,6 +142,8 @@ def check_meta(item: PutItem) -> None:
         _fail(meta, "tokens_by_version", f"positive counts that sum to {sum(meta.sampled_tokens_N)}", dict(list(versions.items())[:8]))
     if meta.payload_bytes != sum(item.lengths):
         _fail(meta, "payload_bytes", f"the sum of the frames, {sum(item.lengths)}", meta.payload_bytes)
+    if item.source and not (item.segment and item.source.startswith(("ipc://", "tcp://"))):
+        _fail(meta, "source", "ipc:// or tcp://, with the name that the payload has there", (item.source, item.segment))
     if not 0 <= item.checksum < 1 << 64:
         _fail(meta, "checksum", "64 bits", item.checksum)
 

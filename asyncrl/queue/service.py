@@ -87,6 +87,7 @@ class QueueService:
                 raise FencedError(f"this start of the run is incarnation {self._incarnation}; {sender} is of {hello.incarnation}: end it")
             if not (hello.again and self.gate.hello_again(sender, hello.tickets, now_s)):
                 self.gate.hello(sender, now_s)
+                self.gate.lose(self._store.kept_by().get(sender, ()), "its producer was started anew")
             self._told_to_advance = {name: v for name, v in self._told_to_advance.items() if name != sender and self.gate.fleet.knows(name)}
         return self.welcome()
 
@@ -133,7 +134,7 @@ class QueueService:
             case m.Put():
                 reply = self._put(session.sender, body, payloads, now_s)
             case m.Fetch():
-                items, frames = self._store.fetch(body.tickets)
+                items, frames = self._store.fetch(body.tickets, body.files)
                 reply = m.Payloads(groups=items)
             case _:
                 reply = self._plain(session.sender, body, now_s)
@@ -143,12 +144,22 @@ class QueueService:
     def expire(self, now_s: float) -> list[str]:
         """Lets time pass; says what it ended."""
         said = self.gate.expire(now_s)
+        said += self._give_up_what_died()
         self._settle()
         self._dead_letters.write()
         if self._puts.full and not self._store.refusal(self._puts.needed_bytes):
             self._puts.full = ""
             said.append("the disk has room again")
         self.gate.hold(self._puts.full)
+        return said
+
+    def _give_up_what_died(self) -> list[str]:
+        """Groups that wait with a payload whose producer is dead are sampled again."""
+        said = []
+        for owner, tickets in self._store.kept_by().items():
+            if not self.gate.fleet.knows(owner):
+                lost = self.gate.lose(tickets, f"it died with its producer {owner}")
+                said += [f"{lost} finished groups died with their producer {owner}: they are sampled again"] if lost else []
         return said
 
     def commit(self) -> None:

@@ -1,4 +1,4 @@
-"""Payload in shared memory of one host: only a name and a length pass the broker. Names, reading, checking and removing.
+"""Payload in shared memory of one host, or in files of the broker's log: only a name and a length pass the broker.
 
 A producer copies a group into a segment (:mod:`asyncrl.queue.arena`), a file in /dev/shm of which the broker gets name and length;
 a consumer's :class:`Mappings` views it without a copy; the broker's :class:`SegmentKeeper` checks and removes. A segment is as large
@@ -25,6 +25,7 @@ __all__ = ["OPEN_FLAGS", "SHM_FOLDER", "Mappings", "Segment", "SegmentKeeper", "
 
 SHM_FOLDER = Path("/dev/shm")
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_LOG_FILE = re.compile(r"segment-[0-9]+\.log", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Segment:
 
 
 class Mappings:
-    """A consumer's read-only views of segments, kept by name; the ones unused for longest go beyond ``max_mapped``.
+    """A consumer's read-only views of segments and log files, kept by name; the ones unused for longest go beyond ``max_mapped``.
 
     Each mapping holds an open file, of which a process often may have a thousand.
     """
@@ -46,30 +47,43 @@ class Mappings:
         self._pattern = name_pattern(run_id)
         self._folder = folder
         self._max_mapped = max_mapped
-        self._known: OrderedDict[str, tuple[tuple[int, int], mmap.mmap]] = OrderedDict()
+        self._known: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._known)
 
     def view(self, name: str, length: int) -> memoryview:
-        """The first ``length`` bytes of a segment, read-only; mapped once, again only if the file is another or has another size.
+        """The first ``length`` bytes of a segment, read-only; mapped once, again only if the file is another, has grown or shrunk.
 
         Raises:
             QueueError: a name that is no segment of this run, no such segment, or one that is shorter than ``length``.
         """
-        handle = _open(self._folder, self._pattern, name)
+        check_name(self._pattern, name)
+        return self._view(self._folder / name, 0, length)
+
+    def view_file(self, path: str, offset: int, length: int) -> memoryview:
+        """Bytes of a file of the broker's log, read-only.
+
+        Raises:
+            QueueError: no such file, or it ends before. SchemaError: not the name of a log's file.
+        """
+        file = Path(path)
+        check_name(_LOG_FILE, file.name)
+        return self._view(file, offset, length)
+
+    def _view(self, path: Path, offset: int, length: int) -> memoryview:
+        handle = _open(path)
         try:
-            facts = _checked(name, os.fstat(handle), length)
-            identity = (facts.st_ino, facts.st_size)
-            known = self._known.pop(name, None)
-            if known is None or known[0] != identity:
-                known = (identity, mmap.mmap(handle, facts.st_size, prot=mmap.PROT_READ))
+            facts = _checked(path.name, os.fstat(handle), offset + length)
+            known = self._known.pop(str(path), None)
+            if known is None or known[0] != facts.st_ino or not offset + length <= len(known[1]) <= facts.st_size:
+                known = (facts.st_ino, mmap.mmap(handle, facts.st_size, prot=mmap.PROT_READ))
         finally:
             os.close(handle)
-        self._known[name] = known
+        self._known[str(path)] = known
         while len(self._known) > self._max_mapped:
             self._known.popitem(last=False)  # unmapped when its last view goes
-        return memoryview(known[1])[:length]
+        return memoryview(known[1])[offset : offset + length]
 
     def close(self) -> None:
         """Forgets all mappings; views that are still held stay valid."""
@@ -90,15 +104,20 @@ class SegmentKeeper:
         Raises:
             QueueError: it is not. SchemaError: the name is none of this run's.
         """
-        handle = _open(self._folder, self._pattern, name)
+        self.check_name(name)
+        handle = _open(self._folder / name)
         try:
             _checked(name, os.fstat(handle), length)
         finally:
             os.close(handle)
 
+    def check_name(self, name: str) -> None:
+        """Raises SchemaError for a name that is none of this run's."""
+        check_name(self._pattern, name)
+
     def unlink(self, name: str) -> None:
         """Removes a segment; nothing happens if it is gone."""
-        _check_name(self._pattern, name)
+        self.check_name(name)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._folder / name)
 
@@ -122,17 +141,19 @@ def name_pattern(run_id: str) -> re.Pattern[str]:
     return re.compile(rf"asyncrl-{re.escape(run_id)}\.q\.[\w-]+\.[0-9]+", re.ASCII)
 
 
-def _check_name(pattern: re.Pattern[str], name: str) -> None:
+def check_name(pattern: re.Pattern[str], name: str) -> None:
+    """Raises SchemaError for a name that the pattern does not fit."""
     if not pattern.fullmatch(name):
-        raise SchemaError(f"the name of a segment of this run follows {pattern.pattern}; met {name[:120]!r}")
+        raise SchemaError(f"the name of a segment follows {pattern.pattern}; met {name[:120]!r}")
 
 
-def _open(folder: Path, pattern: re.Pattern[str], name: str) -> int:
-    _check_name(pattern, name)
+def _open(path: Path) -> int:
     try:
-        return os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK | OPEN_FLAGS)
     except OSError as error:
-        raise QueueError(f"segment {name} cannot be opened in {folder} ({error.strerror}): its producer or a sweep removed it") from error
+        raise QueueError(
+            f"segment {path.name} cannot be opened in {path.parent} ({error.strerror}): its producer or a sweep removed it"
+        ) from error
 
 
 def _checked(name: str, facts: os.stat_result, length: int) -> os.stat_result:

@@ -1,8 +1,8 @@
 """Payload of finished groups: where it lies, and what goes out for it.
 
-A payload came inline or names a shared-memory segment. With a log it is appended there before its group is accepted, and inline
-frames are served from the log; without one they stay in memory. The bytes are not looked at here: their checksum goes from
-producer to consumer, and whoever reads them checks it.
+A payload came inline, names a shared-memory segment, or stays with its producer. With a log it is appended there before its group is
+accepted, and what came inline is served from the log, or read in its files; without one it stays in memory. The bytes are not looked at
+here: their checksum goes from producer to consumer, and whoever reads them checks it.
 
 Source: design note, section 4.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from asyncrl.errors import DiskFull, QueueError
+from asyncrl.errors import DiskFull, QueueError, SchemaError
 from asyncrl.queue.durable.place import Place
 from asyncrl.queue.durable.segments import SegmentLog
 from asyncrl.queue.messages import PayloadItem, PutItem
@@ -25,12 +25,13 @@ __all__ = ["Payload", "PayloadStore"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """One group's payload: in ``frames``, in a shared-memory ``segment``, or at a ``place`` of the log."""
+    """One group's payload: in ``frames``, in a shared-memory ``segment``, under that name at ``source``, or at a ``place`` of the log."""
 
     checksum: int
     lengths: tuple[int, ...]
     frames: tuple[Any, ...] = ()
     segment: str = ""
+    source: str = ""
     place: Place | None = None
 
     @property
@@ -57,6 +58,7 @@ class PayloadStore:
         self._mappings = Mappings(run_id)
         self._released: defaultdict[str, list[str]] = defaultdict(list)
         self._freed: list[Place] = []
+        self._at: defaultdict[str, set[int]] = defaultdict(set)
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -80,19 +82,29 @@ class PayloadStore:
             DiskFull: the log has no room; nothing is kept.
             QueueError, SchemaError: the segment is not there, or is none of this run.
         """
-        if item.segment:
+        if item.source:
+            self._check_source(item)
+        elif item.segment:
             self._keeper.check(item.segment, sum(item.lengths))
         place = None
         if self.log is not None:
             pieces = [self._mappings.view(item.segment, sum(item.lengths))] if item.segment else frames
             place = self.log.append(ticket, attempt, pieces, item.checksum)
+        self.settle(ticket, retain=False)  # of an attempt that failed in this very burst
         self._payloads[ticket] = Payload(
             checksum=item.checksum,
             lengths=item.lengths if place is None or item.segment else (sum(item.lengths),),
             frames=() if item.segment or place is not None else tuple(frames),
             segment=item.segment,
+            source=item.source,
             place=place,
         )
+        if item.source:
+            self._at[_owner(item.segment)].add(ticket)
+
+    def kept_by(self) -> dict[str, tuple[int, ...]]:
+        """Tickets whose payload stayed with its producer, by the producer's name."""
+        return {owner: tuple(tickets) for owner, tickets in self._at.items()}
 
     def refusal(self, num_bytes: int) -> str:
         """Why a payload of this size cannot be kept now, empty if it can."""
@@ -118,6 +130,8 @@ class PayloadStore:
             return
         if payload.segment:
             self._released[_owner(payload.segment)].append(payload.segment)
+        if payload.source:
+            self._forget_source(ticket, _owner(payload.segment))
         if payload.place is None:
             return
         if retain:
@@ -146,16 +160,32 @@ class PayloadStore:
             self.log.release(place)
         self._freed = []
 
-    def fetch(self, tickets: Sequence[int]) -> tuple[tuple[PayloadItem, ...], list[Any]]:
-        """Descriptions and inline frames of payloads, in the order asked; a description without ``lengths`` says that there is none."""
+    def fetch(self, tickets: Sequence[int], files: bool = False) -> tuple[tuple[PayloadItem, ...], list[Any]]:
+        """Descriptions and inline frames of payloads, in the order asked; a description without ``lengths`` says that there is none.
+
+        Args:
+            files: payload in the log is described by its file, and not handed out.
+        """
         items: list[PayloadItem] = []
         frames: list[Any] = []
         for ticket in tickets:
             payload = self._payloads.get(ticket, LOST)
             if payload.segment and payload.place is not None and not self._there(payload):
                 payload = Payload(checksum=payload.checksum, lengths=(payload.num_bytes,), place=payload.place)
-            items.append(PayloadItem(ticket=ticket, checksum=payload.checksum, lengths=payload.lengths, segment=payload.segment))
-            if payload.place is not None and not payload.segment:
+            in_log = payload.place is not None and not payload.segment
+            file, offset = self._file_of(payload.place) if in_log and files else ("", 0)
+            items.append(
+                PayloadItem(
+                    ticket=ticket,
+                    checksum=payload.checksum,
+                    lengths=payload.lengths,
+                    segment=payload.segment,
+                    source=payload.source,
+                    file=file,
+                    offset=offset,
+                )
+            )
+            if in_log and not file:
                 frames.append(self._from_log(payload.place))
             else:
                 frames.extend(payload.frames)
@@ -169,9 +199,25 @@ class PayloadStore:
         if self.log is not None:
             self.log.close()
 
-    def _from_log(self, place: Place) -> memoryview:
-        assert self.log is not None
+    def _from_log(self, place: Place | None) -> memoryview:
+        assert self.log is not None and place is not None
         return self.log.read(place)
+
+    def _file_of(self, place: Place | None) -> tuple[str, int]:
+        """Path and offset of a payload in the log; none when its file is gone."""
+        assert self.log is not None and place is not None
+        path = self.log.path_of(place)
+        return (str(path.absolute()), place.offset) if path is not None else ("", 0)
+
+    def _check_source(self, item: PutItem) -> None:
+        if self.log is not None:
+            raise SchemaError(f"a queue with a log takes the payload itself; met one that stays at {item.source}: set queue.payload")
+        self._keeper.check_name(item.segment)
+
+    def _forget_source(self, ticket: int, owner: str) -> None:
+        self._at[owner].discard(ticket)
+        if not self._at[owner]:
+            del self._at[owner]
 
     def _there(self, payload: Payload) -> bool:
         try:

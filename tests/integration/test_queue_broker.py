@@ -13,6 +13,7 @@ from queue_run import broker, group_for, kill, new_run, python, wait_for
 
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import FencedError, PeerTimeout, VersionError
+from asyncrl.launch.start import free_port
 from asyncrl.queue.client import Consumer, Observer, Producer
 from asyncrl.queue.shm import SHM_FOLDER
 
@@ -113,6 +114,64 @@ def test_tickets_of_a_killed_producer_process_are_issued_to_the_other(tmp_path: 
         trained, _accepted = asyncio.run(together(run_dir, consumer))
         assert trained == list(range(20))
         assert observer.status().reissued == 3
+        consumer.close()
+        observer.close()
+
+
+DYING_KEEPER = """
+import asyncio, sys
+from queue_run import RunDir, group_for
+from asyncrl.queue.client import Producer
+
+async def main():
+    run_dir = RunDir(sys.argv[1])
+    producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-1")
+    tickets = await producer.tickets(0, 3, wait_s=1.0)
+    print(await producer.put([group_for(t, 0, generator="generator-1") for t in tickets.tickets]), file=sys.stderr, flush=True)
+    while True:
+        await producer.heartbeat(0, {}, 0)
+        await asyncio.sleep(0.1)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_payload_goes_straight_from_producer_to_learner_and_dies_with_its_producer(tmp_path: Path, transport: str) -> None:
+    queue = {"max_staleness": 1, "dead_after_s": 1.5, "payload": "direct", "durability": "memory", "transport": transport}
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 4}, queue=queue)
+    if transport == "tcp":
+        endpoints = (f"tcp://127.0.0.1:{free_port()}",)
+        run_dir.write_facts(run_dir.read_facts().model_copy(update={"queue_endpoints": endpoints}))
+    with broker(run_dir):
+        consumer, observer = clients(run_dir)
+        keeper = python("-c", DYING_KEEPER, str(run_dir.path))
+        assert keeper.stderr is not None and keeper.stderr.readline() == b"['accepted', 'accepted', 'accepted']\n"
+        assert observer.status().queued_groups == 3
+        kill(keeper)
+        wait_for(lambda: observer.status().queued_groups == 0, timeout_s=4)
+        trained, _accepted = asyncio.run(together(run_dir, consumer))
+        assert trained == list(range(20))
+        assert observer.status().reissued == 3
+        consumer.close()
+        observer.close()
+
+
+def test_a_leased_group_whose_producer_is_gone_is_returned_and_sampled_again(tmp_path: Path) -> None:
+    queue = {"max_staleness": 1, "dead_after_s": 1.0, "payload": "direct", "durability": "memory"}
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 3}, queue=queue)
+    with broker(run_dir):
+        consumer, observer = clients(run_dir)
+        keeper = python("-c", DYING_KEEPER, str(run_dir.path))
+        assert keeper.stderr is not None and keeper.stderr.readline()
+        lease = consumer.lease(0, wait_s=2.0)
+        kill(keeper)
+        groups, damaged = consumer.fetch(lease.groups)
+        assert not groups and [ticket for ticket, _, _ in damaged] == [0, 1, 2]
+        assert all("answer" in reason for _, _, reason in damaged)
+        consumer.return_(0, damaged)
+        status = observer.status()
+        assert (status.leased, status.queued_groups, status.in_flight) == (0, 0, 3)
         consumer.close()
         observer.close()
 

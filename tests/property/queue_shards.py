@@ -11,6 +11,7 @@ from asyncrl.errors import PeerTimeout
 from asyncrl.queue.consumer import Consumer
 from asyncrl.queue.ledger import merge_frontiers, split_frontier
 from asyncrl.queue.messages import Committed, Frontier, Lease
+from asyncrl.queue.payload_reader import PayloadReader
 from asyncrl.queue.records import Blocked, GroupRecord, Issue
 from asyncrl.queue.settings import GateSettings, share_of
 from asyncrl.trajectory import GroupMeta
@@ -86,7 +87,7 @@ class ShardedDriver:
     def _connect(self, incarnation: int) -> None:
         links = [Link(self, shard, incarnation) for shard in range(self.shape.shards)]
         shares = [share_of(self.shape.groups, shard, self.shape.shards) for shard in range(self.shape.shards)]
-        self.consumer = Consumer(links, shares, "property", self.shape.max_uses)
+        self.consumer = Consumer(links, shares, PayloadReader("property"), self.shape.max_uses)
 
     # death and return of a shard
 

@@ -28,6 +28,7 @@ class Queue:
     def __init__(self, replies, last=None):
         self.replies, self.last = list(replies), last or Tickets(tickets=(), stopping=True)
         self.asked, self.put_tickets, self.failed, self.beats = [], [], [], []
+        self.settled_at_beat = 0
 
     async def tickets(self, version, n, wait_s):
         self.asked.append((version, n))
@@ -44,6 +45,10 @@ class Queue:
 
     async def heartbeat(self, version, in_flight, sampled_tokens):
         self.beats.append((version, in_flight, sampled_tokens))
+
+    async def settled(self):
+        while len(self.beats) < self.settled_at_beat:
+            await asyncio.sleep(0.01)
 
 
 class Engine:
@@ -130,6 +135,13 @@ def test_it_ends_by_itself_when_the_queue_is_stopping():
     queue = Queue([Tickets(tickets=(), blocked="gate shut")])
     run(queue)
     assert len(queue.asked) == 2 and queue.failed == []
+
+
+def test_it_lives_on_with_heartbeats_until_nobody_needs_what_stayed_with_it():
+    queue = Queue([])
+    queue.settled_at_beat = 3
+    run(queue, queue={"heartbeat_s": 0.05})
+    assert len(queue.asked) == 1 and len(queue.beats) >= 3
 
 
 def test_told_to_stop_it_ends_at_once_and_gives_running_groups_back():

@@ -305,6 +305,17 @@ def test_on_a_full_disk_a_spare_file_can_be_written_and_no_new_one_is_kept(tmp_p
         put(log, 4, b"y" * 300)
 
 
+def test_files_larger_than_a_segment_are_written_anew_within_the_bytes_that_spares_may_have(tmp_path):
+    log = new_log(tmp_path, segment_bytes=700, spare_segments=4, spare_bytes=4000)
+    claims = [put(log, ticket, bytes([ticket]) * 1500) for ticket in range(4)]
+    for claim in claims[:3]:
+        log.release(claim[0])
+    assert len(list((tmp_path / "log").glob("spare*"))) == 2  # a third one would make 5,520 bytes
+    before = log.num_bytes
+    again = put(log, 4, b"y" * 1500)
+    assert log.check(*again) == "" and log.num_bytes == before
+
+
 def test_handles_files_and_bytes_stay_flat_while_payload_comes_and_goes(tmp_path):
     log, live, seen = new_log(tmp_path, segment_bytes=4096, spare_segments=2), [], []
     for ticket in range(600):

@@ -30,6 +30,12 @@ def test_off_this_machine_needs_an_address_and_payload_that_travels(tmp_path: Pa
         compose(["queue.host=192.0.2.7"])
 
 
+def test_payload_that_stays_with_its_producer_needs_a_queue_without_a_log(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"a log keeps it at the broker; met queue\.durability=written"):
+        compose(["queue.payload=direct"])
+    compose([*FAR[:2], "queue.payload=direct", "queue.durability=memory", f"queue.keys={tmp_path}"])
+
+
 def test_training_stays_on_this_machine(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="weights go out without keys"):
         check_config(compose([*FAR, f"queue.keys={tmp_path}"]))

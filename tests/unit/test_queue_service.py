@@ -115,6 +115,86 @@ def read(service: QueueService, metas: Any) -> tuple[list[int], list[tuple[int, 
     return list(groups), damaged
 
 
+def put_direct(service: QueueService, ticket: m.Ticket, number: int, **changes: Any) -> str:
+    group = group_for(ticket)
+    item = m.PutItem(meta=group.meta(9), checksum=1, lengths=(9,), segment=f"asyncrl-r.q.generator-0.{number}", source="ipc:///nowhere")
+    (outcome,) = say(service, PRODUCER, m.Put(groups=(msgspec.structs.replace(item, **changes),))).outcomes
+    return outcome
+
+
+def test_payload_that_stays_with_its_producer_is_named_to_the_consumer_and_released_after_the_commit(tmp_path: Path) -> None:
+    service = new_service(tmp_path, payload="direct")
+    given = tickets(service, 2)
+    assert [put_direct(service, ticket, number) for number, ticket in enumerate(given)] == ["accepted"] * 2
+    lease = say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=0.0))
+    fetched = say(service, CONSUMER, m.Fetch(tickets=(0, 1), files=True))
+    assert [(item.segment, item.source, item.num_frames) for item in fetched.groups] == [
+        (f"asyncrl-r.q.generator-0.{number}", "ipc:///nowhere", 0) for number in range(2)
+    ]
+    assert len(lease.groups) == 2
+    say(service, CONSUMER, m.Commit(step=0, incarnation=0))
+    beat = say(service, PRODUCER, m.Heartbeat(version=0, in_flight={}, sampled_tokens=0))
+    assert sorted(beat.released) == [item.segment for item in fetched.groups]
+
+
+@pytest.mark.parametrize("death", ["told", "silent", "new life"])
+def test_groups_that_wait_die_with_their_producer_and_are_sampled_again(tmp_path: Path, death: str) -> None:
+    service = new_service(tmp_path, payload="direct")
+    for number, ticket in enumerate(tickets(service, 3)):
+        put_direct(service, ticket, number)
+    say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=0.0))  # of the leased two their consumer says what it met
+    if death == "told":
+        say(service, OBSERVER, m.ProducerGone(name="generator-0"))
+    elif death == "new life":
+        service.greet("generator-0", m.Hello(role=m.Role.PRODUCER), 0.0)
+    said = service.expire(0.1 if death != "silent" else 20.0)
+    if death != "new life":
+        assert "1 finished groups died with their producer generator-0: they are sampled again" in said
+    status = say(service, OBSERVER, m.StatusRequest()).status
+    assert (status.queued_groups, status.leased, status.in_flight) == (0, 2, 3)
+    service.commit()
+    service.greet("generator-0", m.Hello(role=m.Role.PRODUCER), 20.0)
+    (again,) = tickets(service, 1)
+    assert (again.ticket, again.attempt) == (2, 1)
+    assert put_direct(service, again, 7) == "accepted"
+    say(service, PRODUCER, m.Heartbeat(version=0, in_flight={}, sampled_tokens=0), now_s=20.0)
+    assert service.expire(20.1) == []
+
+
+def test_an_address_that_is_none_and_a_queue_with_a_log_refuse_payload_that_stays(tmp_path: Path) -> None:
+    service = new_service(tmp_path / "memory", payload="direct")
+    first, third = tickets(service, 2)
+    assert "source: ipc:// or tcp://" in put_direct(service, first, 0, source="file:///etc/passwd")
+    assert "the name of a segment follows" in put_direct(service, third, 0, segment="asyncrl-other.q.generator-0.0")
+    logged = new_service(tmp_path / "log", durability="written", payload="inline")
+    assert "a queue with a log takes the payload itself" in put_direct(logged, tickets(logged, 1)[0], 0)
+
+
+def test_a_consumer_of_this_host_reads_the_files_of_the_log(tmp_path: Path) -> None:
+    service = new_service(tmp_path, durability="written", payload="inline")
+    for ticket in tickets(service, 2):
+        assert put(service, ticket, group_for(ticket)) == "accepted"
+    metas = say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=0.0)).groups
+    expected = {meta.ticket: meta for meta in metas}
+    answer = service.answer(CONSUMER, m.Fetch(tickets=(0, 1), files=True), (), 0.0, Call.ONLY)
+    assert answer is not None and answer[1] == []
+    reader = PayloadReader("r")
+    assert reader.reaches(answer[0])
+    groups, damaged = reader.read(answer[0], [], expected)
+    assert sorted(groups) == [0, 1] and not damaged
+    for file in (tmp_path / "queue").rglob("segment-*.log"):
+        content = bytearray(file.read_bytes())
+        content[answer[0].groups[1].offset + 5] ^= 1
+        file.write_bytes(content)
+    groups, damaged = PayloadReader("r").read(answer[0], [], expected)
+    assert sorted(groups) == [0] and damaged[0][:2] == (1, 0) and "xxh3-64" in damaged[0][2]
+    elsewhere = msgspec.structs.replace(answer[0].groups[0], file="/nowhere/segment-00000000.log")
+    assert not reader.reaches(m.Payloads(groups=(elsewhere,)))
+    stranger = msgspec.structs.replace(answer[0].groups[0], file="/etc/passwd")
+    _, damaged = reader.read(m.Payloads(groups=(stranger,)), [], expected)
+    assert "the name of a segment follows" in damaged[0][2]
+
+
 def test_a_ticket_carries_its_prompt_and_a_seed_that_does_not_depend_on_the_attempt(tmp_path: Path) -> None:
     service = new_service(tmp_path)
     (first,) = tickets(service, 1)

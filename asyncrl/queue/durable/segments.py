@@ -30,6 +30,7 @@ class SegmentLog:
         segment_bytes: a new file is begun beyond this size; a larger record gets a file of its own.
         reserve_bytes: left free on the disk, for the ledger and for checkpoints.
         spare_segments: files without live payload that are kept to be written anew; more, and any left by an earlier process, go.
+        spare_bytes: of these files together; as many segments of ``segment_bytes`` if not given.
         free_bytes: tells the free bytes of a folder.
 
     Attributes:
@@ -54,6 +55,7 @@ class SegmentLog:
         segment_bytes: int = 256 << 20,
         reserve_bytes: int = 64 << 20,
         spare_segments: int = 4,
+        spare_bytes: int | None = None,
         free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
         self.folder, self.run_id, self.shard = folder, run_id, shard
@@ -72,7 +74,7 @@ class SegmentLog:
         except DataError:
             os.close(self._lock)
             raise
-        self._spares = Spares(folder, spare_segments, segment_bytes)
+        self._spares = Spares(folder, spare_segments, spare_segments * segment_bytes if spare_bytes is None else spare_bytes)
         self._next = max(self._files, default=-1) + 1
         self._adopted = not self._files
 
@@ -156,6 +158,11 @@ class SegmentLog:
         if file is None:
             raise QueueError(f"{self.folder} has no segment {place.segment}: the payload at {place} was released", segment=place.segment)
         return file.view(place)
+
+    def path_of(self, place: Place) -> Path | None:
+        """The file that holds a place, for another process of this host; None if there is none."""
+        file = self._files.get(place.segment)
+        return file.path if file is not None and place.end <= file.size else None
 
     def check(self, place: Place, ticket: int, attempt: int, checksum: int, *, payload: bool = True) -> str:
         """Why the payload at a place cannot be used, or ``""``; ``payload`` false looks at header and length alone."""

@@ -13,10 +13,10 @@ __all__ = ["Spares"]
 
 
 class Spares:
-    """At most ``limit`` files of at most ``segment_bytes`` bytes; those of an earlier process go."""
+    """At most ``limit`` files, of ``limit_bytes`` together; those of an earlier process go."""
 
-    def __init__(self, folder: Path, limit: int, segment_bytes: int) -> None:
-        self._limit, self._segment_bytes = limit, segment_bytes
+    def __init__(self, folder: Path, limit: int, limit_bytes: int) -> None:
+        self._limit, self._limit_bytes = limit, limit_bytes
         self._files: list[SegmentFile] = []
         for path in folder.glob("spare-*.log"):
             path.unlink()
@@ -36,8 +36,8 @@ class Spares:
         return self._files.pop() if self._files else None
 
     def offer(self, file: SegmentFile, room: bool) -> None:
-        """A file that is needed no more: it is kept, or removed if the disk has no ``room``, it is too large or still being read."""
-        wanted = room and len(self._files) < self._limit and file.capacity <= self._segment_bytes
+        """A file that is needed no more: it is kept, or removed if the disk has no ``room``, enough are kept or it is still being read."""
+        wanted = room and len(self._files) < self._limit and self.num_bytes + file.capacity <= self._limit_bytes
         if wanted and file.retire():
             self._files.append(file)
         else:
