@@ -70,7 +70,7 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
         log.warning("recovery: ticket %d, attempt %d: %s", damaged.ticket, damaged.attempt, damaged.reason)
     store = PayloadStore(facts.run_id, segments)
     journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
-    gate = reopened(found.snapshot, store, journal, settings, own, facts.incarnation, time.monotonic())
+    gate = reopened(found.snapshot, store, journal, settings, own, facts.incarnation, time.monotonic(), found.reissued)
     journal.commit(gate, facts.incarnation)
     return Opened(gate=gate, store=store, journal=journal)
 
@@ -83,8 +83,12 @@ def reopened(
     frontier: Frontier,
     incarnation: int,
     now_s: float,
+    reissued: int = 0,
 ) -> Gate:
-    """The gate of a ledger's snapshot, with payload and settled groups told to ``store`` and ``journal``, which are new."""
+    """The gate of a ledger's snapshot, with payload and settled groups told to ``store`` and ``journal``, which are new.
+
+    ``reissued`` queued groups of it were found damaged: they are inserted no more.
+    """
     if snapshot is None or not snapshot.state:
         return Gate(settings, frontier, incarnation)
     for row in (*snapshot.live, *snapshot.kept):
@@ -93,6 +97,7 @@ def reopened(
     for row in (*snapshot.kept, *snapshot.bare):
         journal.recall(row)
     state = msgspec.msgpack.decode(snapshot.state, type=GateState)
+    state = msgspec.structs.replace(state, inserted=state.inserted - reissued)
     gate = Gate.recovered(settings, state, [record_of(row, now_s) for row in snapshot.live], incarnation, now_s)
     if state.incarnation >= incarnation:
         log.info("recovered: %d groups live at step %d", len(snapshot.live), state.frontier.steps)

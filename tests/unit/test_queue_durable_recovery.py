@@ -3,6 +3,7 @@ import os
 import msgspec
 import pytest
 from durable_setup import files, flip, frontier, new_ledger, new_log, put, queued, segment_path
+from queue_folder import QueueFolder
 
 from asyncrl.errors import DataError, QueueError
 from asyncrl.queue.durable.place import Damaged, Place
@@ -166,3 +167,18 @@ def test_a_log_whose_ledger_is_gone_is_refused_and_left_alone(tmp_path):
             recover(log, new_ledger(tmp_path))
         log.close()
     assert files(tmp_path) == ["segment-00000000.log"]
+
+
+def test_a_damaged_group_is_inserted_no_more_until_it_was_sampled_again(tmp_path):
+    queue = QueueFolder(tmp_path, durability="written", order="uniform")
+    for ticket in queue.issue(2):
+        queue.finish(ticket)
+    queue.commit()
+    place = queue.opened.store.payload(0).place
+    queue.close()
+    flip(segment_path(tmp_path / "queue" / "shard-0", place), place.offset)
+    queue = QueueFolder(tmp_path, durability="written", order="uniform")
+    assert queue.gate.state().inserted == 1  # counted as 2 it would hold tickets back for samples that nobody can take
+    assert queue.issue() == [0] and queue.finish(0) == "accepted"
+    assert queue.gate.state().inserted == 2
+    queue.close()

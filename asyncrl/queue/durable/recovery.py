@@ -35,11 +35,13 @@ class Recovered:
     Attributes:
         snapshot: the ledger's, with damaged groups issued again; None for a fresh queue.
         damaged: (ticket, attempt, reason) of payload that cannot be used; report: what was cut and removed.
+        reissued: queued groups that are issued again: what takes their place will be inserted in turn.
     """
 
     snapshot: Snapshot | None
     damaged: tuple[Damaged, ...]
     report: tuple[str, ...]
+    reissued: int = 0
 
 
 def recover(log: SegmentLog, ledger: LedgerFile, problem: Callable[[GroupRow], str] = lambda row: "") -> Recovered:
@@ -64,13 +66,14 @@ def recover(log: SegmentLog, ledger: LedgerFile, problem: Callable[[GroupRow], s
     damaged += [Damaged(row.ticket, row.attempt, reason) for row in snapshot.live if (reason := _unclaimed(row, problem))]
     damaged += [Damaged(row.ticket, row.attempt, reason) for row in snapshot.kept if row.segment and (reason := problem(row))]
     reasons = {entry.ticket: entry.reason for entry in damaged}
+    reissued = sum(row.state == "queued" and row.ticket in reasons for row in snapshot.live)
     live, kept = _repaired(snapshot.live, reasons), _repaired(snapshot.kept, reasons)
     changed = tuple(row for row in (*live, *kept) if row.ticket in reasons)
     if changed:
         ledger.write(Changes(groups=changed))
     bare = (*snapshot.bare, *(row for row in kept if not row.has_payload))
     snapshot = msgspec.structs.replace(snapshot, live=live, kept=tuple(row for row in kept if row.has_payload), bare=bare)
-    return Recovered(snapshot=snapshot, damaged=tuple(damaged), report=tuple(log.report))
+    return Recovered(snapshot=snapshot, damaged=tuple(damaged), report=tuple(log.report), reissued=reissued)
 
 
 def _claims(rows: tuple[GroupRow, ...]) -> list[Claim]:
