@@ -9,6 +9,7 @@ Source: design note, section 4.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -61,18 +62,30 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
         journal = Journal(store, None, synced=False, max_log_bytes=max_log_bytes)
         return Opened(gate=Gate(settings, own, facts.incarnation), store=store, journal=journal)
     synced, folder = config.queue.durability == "synced", run_dir.queue / f"shard-{settings.shard}"
-    segments = SegmentLog(folder / "log", facts.run_id, settings.shard, segment_bytes=SEGMENT_BYTES)
-    ledger = LedgerFile(folder / "ledger.sqlite", facts.run_id, settings.shard, settings.shards, synced=synced)
-    found = recover(segments, ledger, _problem(facts.run_id))
-    for line in found.report:
-        log.warning("recovery: %s", line)
+    with contextlib.ExitStack() as undo:
+        segments = SegmentLog(folder / "log", facts.run_id, settings.shard, segment_bytes=SEGMENT_BYTES)
+        undo.callback(segments.close)
+        ledger = LedgerFile(folder / "ledger.sqlite", facts.run_id, settings.shard, settings.shards, synced=synced)
+        undo.callback(ledger.close)
+        snapshot = _taken_over(segments, ledger, facts.run_id)
+        store = PayloadStore(facts.run_id, segments)
+        journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
+        gate = reopened(snapshot, store, journal, settings, own, facts.incarnation, time.monotonic())
+        journal.commit(gate, facts.incarnation)
+        undo.pop_all()
+    return Opened(gate=gate, store=store, journal=journal)
+
+
+def _taken_over(segments: SegmentLog, ledger: LedgerFile, run_id: str) -> Snapshot | None:
+    """What an earlier process left, usable; what was not is said, also when the ledger then cannot be written."""
+    try:
+        found = recover(segments, ledger, _problem(run_id), _without)
+    finally:
+        for line in segments.report:
+            log.warning("recovery: %s", line)
     for damaged in found.damaged:
         log.warning("recovery: ticket %d, attempt %d: %s", damaged.ticket, damaged.attempt, damaged.reason)
-    store = PayloadStore(facts.run_id, segments)
-    journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
-    gate = reopened(found.snapshot, store, journal, settings, own, facts.incarnation, time.monotonic(), found.reissued)
-    journal.commit(gate, facts.incarnation)
-    return Opened(gate=gate, store=store, journal=journal)
+    return found.snapshot
 
 
 def reopened(
@@ -83,12 +96,8 @@ def reopened(
     frontier: Frontier,
     incarnation: int,
     now_s: float,
-    reissued: int = 0,
 ) -> Gate:
-    """The gate of a ledger's snapshot, with payload and settled groups told to ``store`` and ``journal``, which are new.
-
-    ``reissued`` queued groups of it were found damaged: they are inserted no more.
-    """
+    """The gate of a ledger's snapshot, with payload and settled groups told to ``store`` and ``journal``, which are new."""
     if snapshot is None or not snapshot.state:
         return Gate(settings, frontier, incarnation)
     for row in (*snapshot.live, *snapshot.kept):
@@ -97,7 +106,6 @@ def reopened(
     for row in (*snapshot.kept, *snapshot.bare):
         journal.recall(row)
     state = msgspec.msgpack.decode(snapshot.state, type=GateState)
-    state = msgspec.structs.replace(state, inserted=state.inserted - reissued)
     gate = Gate.recovered(settings, state, [record_of(row, now_s) for row in snapshot.live], incarnation, now_s)
     if state.incarnation >= incarnation:
         log.info("recovered: %d groups live at step %d", len(snapshot.live), state.frontier.steps)
@@ -113,6 +121,12 @@ def take_back(gate: Gate, store: PayloadStore, journal: Journal, frontier: Front
     journal.begin_branch(fresh, frontier.steps, [(record, reasons.get(record.ticket, "abandoned")) for record in given_up])
     log.info("restored to step %d: %d finished groups wait again, %d are given up", frontier.steps, waiting, len(given_up))
     return fresh
+
+
+def _without(state: bytes, reissued: int) -> bytes:
+    """Queued groups that are issued again are inserted no more: what takes their place will be, in turn."""
+    gate = msgspec.msgpack.decode(state, type=GateState)
+    return msgspec.msgpack.encode(msgspec.structs.replace(gate, inserted=gate.inserted - reissued))
 
 
 def _payload(row: GroupRow) -> Payload:
