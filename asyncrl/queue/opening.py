@@ -4,6 +4,8 @@
     ledger of this very start        the gate as it was: the broker died and the learner goes on
     ledger of an earlier start       that gate, taken back to the frontier of the checkpoint
 
+A disk that is full stops no start: everybody is held back until there is room.
+
 Source: design note, section 4.
 """
 
@@ -20,6 +22,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import QueueError, SchemaError
+from asyncrl.queue.durable.disk import says_full
 from asyncrl.queue.durable.ledger_file import LedgerFile
 from asyncrl.queue.durable.recovery import recover
 from asyncrl.queue.durable.rows import GroupRow, Snapshot
@@ -34,10 +37,11 @@ from asyncrl.queue.settings import GateSettings
 from asyncrl.queue.shm import SegmentKeeper
 from asyncrl.queue.store import Payload, PayloadStore
 
-__all__ = ["Opened", "open_queue", "reopened", "take_back"]
+__all__ = ["Opened", "open_queue", "reopened", "take_back", "when_there_is_room"]
 
 log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
+RETRY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,6 +58,7 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
 
     Raises:
         DataError: what lies in the run directory is damaged or of another run. QueueError: another process serves it.
+        DiskFull, OSError: something could not be written; nothing is held open, and the next call begins anew.
     """
     own = split_frontier(frontier or EMPTY, settings.shard, settings.shards)
     max_log_bytes = config.queue.max_log_mib << 20
@@ -74,6 +79,25 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
         journal.commit(gate, facts.incarnation)
         undo.pop_all()
     return Opened(gate=gate, store=store, journal=journal)
+
+
+def when_there_is_room(opening: Callable[[], Opened]) -> Opened:
+    """What ``opening`` gives, tried anew for as long as a full disk refuses it; the clients wait meanwhile."""
+    held = False
+    while True:
+        try:
+            opened = opening()
+        except OSError as error:
+            if not says_full(error):
+                raise
+            if not held:
+                log.error("every client is held back until the queue can be opened: %s", error)
+            held = True
+            time.sleep(RETRY_S)
+            continue
+        if held:
+            log.info("the queue could be opened")
+        return opened
 
 
 def _taken_over(segments: SegmentLog, ledger: LedgerFile, run_id: str) -> Snapshot | None:
