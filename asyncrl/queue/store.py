@@ -9,6 +9,7 @@ Source: design note, section 4.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Payload:
         return sum(self.lengths)
 
 
+log = logging.getLogger(__name__)
 LOST = Payload(checksum=0, lengths=())
 
 
@@ -154,11 +156,12 @@ class PayloadStore:
             payload = self._payloads.get(ticket, LOST)
             if payload.segment and payload.place is not None and not self._there(payload):
                 payload = Payload(checksum=payload.checksum, lengths=(payload.num_bytes,), place=payload.place)
-            items.append(PayloadItem(ticket=ticket, checksum=payload.checksum, lengths=payload.lengths, segment=payload.segment))
+            pieces = payload.frames
             if payload.place is not None and not payload.segment:
-                frames.append(self._from_log(payload.place))
-            else:
-                frames.extend(payload.frames)
+                pieces = self._from_log(ticket, payload.place)
+                payload = payload if pieces else LOST
+            items.append(PayloadItem(ticket=ticket, checksum=payload.checksum, lengths=payload.lengths, segment=payload.segment))
+            frames.extend(pieces)
         return tuple(items), frames
 
     def close(self, *, sweep: bool = True) -> None:
@@ -169,9 +172,14 @@ class PayloadStore:
         if self.log is not None:
             self.log.close()
 
-    def _from_log(self, place: Place) -> memoryview:
+    def _from_log(self, ticket: int, place: Place) -> tuple[memoryview, ...]:
+        """The payload in the log; nothing if it was lost there: the learner then gives its group back, and it is sampled again."""
         assert self.log is not None
-        return self.log.read(place)
+        try:
+            return (self.log.read(place),)
+        except QueueError as error:
+            log.warning("ticket %d: %s", ticket, error)
+            return ()
 
     def _there(self, payload: Payload) -> bool:
         try:

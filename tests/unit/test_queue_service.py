@@ -296,6 +296,22 @@ def no_room(*_: object) -> None:
     raise DiskFull("no room in the log")
 
 
+def test_a_group_whose_file_was_deleted_is_said_to_be_lost_and_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.queue.opening.SEGMENT_BYTES", 1000)
+    service = new_service(tmp_path, durability="written")
+    for ticket in tickets(service, 2):
+        assert put(service, ticket, group_for(ticket)) == "accepted"
+    (tmp_path / "queue" / "shard-0" / "log" / "segment-00000000.log").unlink()
+    good, damaged = read(service, lease(service, 0).groups)
+    assert good == [1] and damaged == [(0, 0, "the payload of ticket 0 was lost")]
+    say(service, CONSUMER, m.Return(step=0, incarnation=0, damaged=tuple(damaged)))
+    (again,) = tickets(service, 1)
+    assert (again.ticket, again.attempt) == (0, 1) and put(service, again, group_for(again)) == "accepted"
+    service.commit()
+    assert read(service, lease(service, 0).groups) == ([0, 1], [])
+    service.close()
+
+
 def test_requests_are_refused_to_the_wrong_role_and_to_an_older_start(tmp_path: Path) -> None:
     service = new_service(tmp_path)
     with pytest.raises(QueueError, match="Commit is for a consumer; generator-0 said hello as a producer"):

@@ -9,6 +9,7 @@ Source: design note, section 4, "Durability".
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ class SegmentLog:
         segment_bytes: a new file is begun beyond this size; a larger record gets a file of its own.
         reserve_bytes: left free on the disk, for the ledger and for checkpoints.
         spare_segments: files without live payload that are kept to be written anew; more, and any left by an earlier process, go.
+        max_mapped: files kept open for reading; the one unused for longest is closed for another.
         free_bytes: tells the free bytes of a folder.
 
     Attributes:
@@ -54,6 +56,7 @@ class SegmentLog:
         segment_bytes: int = 256 << 20,
         reserve_bytes: int = 64 << 20,
         spare_segments: int = 4,
+        max_mapped: int = 128,
         free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
         self.folder, self.run_id, self.shard = folder, run_id, shard
@@ -61,6 +64,8 @@ class SegmentLog:
         self._segment_bytes, self._reserve_bytes, self._free_bytes = segment_bytes, reserve_bytes, free_bytes
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(folder)
+        self._max_mapped = max_mapped
+        self._mapped: OrderedDict[int, None] = OrderedDict()
         self._live: dict[int, dict[int, int]] = {}  # segment, payload offset: payload length
         self._active: SegmentFile | None = None
         self._dirty: set[int] = set()
@@ -150,12 +155,17 @@ class SegmentLog:
         """The payload as a read-only view of the file; it stays valid after a release.
 
         Raises:
-            QueueError: no such place.
+            QueueError: no such place, or its file is gone.
         """
         file = self._files.get(place.segment)
         if file is None:
             raise QueueError(f"{self.folder} has no segment {place.segment}: the payload at {place} was released", segment=place.segment)
-        return file.view(place)
+        view = file.view(place)
+        self._mapped[place.segment] = None
+        self._mapped.move_to_end(place.segment)
+        if len(self._mapped) > self._max_mapped:
+            self._files[self._mapped.popitem(last=False)[0]].unmap()
+        return view
 
     def check(self, place: Place, ticket: int, attempt: int, checksum: int, *, payload: bool = True) -> str:
         """Why the payload at a place cannot be used, or ``""``; ``payload`` false looks at header and length alone."""
@@ -227,6 +237,7 @@ class SegmentLog:
 
     def _remove(self, number: int) -> None:
         self._dirty.discard(number)
+        self._mapped.pop(number, None)
         self._spares.offer(self._files.pop(number), room=self._free_bytes(self.folder) >= self._reserve_bytes)
 
     def _fits(self, file: SegmentFile, needed: int) -> bool:
