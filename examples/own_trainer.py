@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.queue import Consumer, Frontier, Producer, Ticket, Trajectory, TrajectoryGroup, VersionSpan
+from asyncrl.queue import EMPTY, Consumer, Frontier, Producer, Ticket, Trajectory, TrajectoryGroup, VersionSpan
 
 
 class Policy:
@@ -26,8 +26,8 @@ class Policy:
     def __init__(self, file: Path) -> None:
         self.file = file
         saved = json.loads(file.read_text()) if file.exists() else None
-        self.frontier = msgspec.convert(saved["frontier"], Frontier) if saved else None
-        self.current = (self.frontier.steps, np.array(saved["logits"])) if self.frontier else (0, np.zeros((10, 10)))
+        self.frontier = msgspec.convert(saved["frontier"], Frontier) if saved else EMPTY  # without it a queue that is ahead stays ahead
+        self.current = (self.frontier.steps, np.array(saved["logits"])) if saved else (0, np.zeros((10, 10)))
 
     def save(self, logits: np.ndarray, frontier: Frontier) -> None:
         """Weights and frontier in one rename: they agree after a crash, and the queue is taken back to them."""

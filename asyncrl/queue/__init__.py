@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from asyncrl.queue.client import Consumer, Observer, Producer
+    from asyncrl.queue.ledger import EMPTY
     from asyncrl.queue.messages import Committed, DropReason, Frontier, Lease, QueueStatus, Ticket, Tickets
     from asyncrl.trajectory import GroupMeta, Trajectory, TrajectoryGroup, VersionSpan
 
 __all__ = [
+    "EMPTY",
     "Committed",
     "Consumer",
     "DropReason",
@@ -35,6 +37,7 @@ __all__ = [
 
 _HOMES = {
     "client": ("Consumer", "Observer", "Producer"),
+    "ledger": ("EMPTY",),
     "messages": ("Committed", "DropReason", "Frontier", "Lease", "QueueStatus", "Ticket", "Tickets"),
 }
 

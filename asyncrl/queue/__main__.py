@@ -1,7 +1,8 @@
 """The queue as a process of its own: ``python -m asyncrl.queue RUN_DIR``.
 
 Reads the run directory, takes over what an earlier process left, or takes it back to the checkpoint that the run starts
-from, and serves until SIGTERM or a stop with ``exit``. Exit code 0 in order; otherwise the last log line says why.
+from, and serves until SIGTERM or a stop with ``exit``. On a full disk it begins once there is room. Exit code 0 in order; otherwise
+the last log line says why.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from asyncrl.errors import AsyncRLError, DataError
 from asyncrl.queue.broker import Broker
 from asyncrl.queue.heap import keep_pages
 from asyncrl.queue.messages import Frontier
-from asyncrl.queue.opening import open_queue
+from asyncrl.queue.opening import Opened, open_queue, when_there_is_room
 from asyncrl.queue.prompts import TicketPrompts
 from asyncrl.queue.service import QueueService
 from asyncrl.queue.settings import GateSettings
@@ -42,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s queue %(levelname)s %(message)s")
     keep_pages()
+    _leave_on_signal()
     try:
         broker = new_broker(RunDir(options.run_dir), options.shard, patient=options.patient)
         _end_on_signal(broker)
@@ -78,9 +80,14 @@ def new_broker(run_dir: RunDir, shard: int = 0, *, patient: bool = False) -> Bro
     source = new_source(config)
     if source.bad_rows and shard == 0:
         log.warning("%d rows of %s cannot be used; they are listed in %s", len(source.bad_rows), config.task.path, run_dir.bad_rows)
-        write_atomic(run_dir.bad_rows, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in source.bad_rows))
-    settings = GateSettings.from_config(config, source.size, shard)
-    opened = open_queue(run_dir, config, facts, settings, restored_frontier(facts))
+    settings, frontier = GateSettings.from_config(config, source.size, shard), restored_frontier(facts)
+
+    def opening() -> Opened:
+        if source.bad_rows and shard == 0:
+            write_atomic(run_dir.bad_rows, "".join(json.dumps(dataclasses.asdict(row)) + "\n" for row in source.bad_rows))
+        return open_queue(run_dir, config, facts, settings, frontier)
+
+    opened = when_there_is_room(opening)
     if patient:
         opened.gate.go_on()
     service = QueueService(opened, TicketPrompts(source, config.task.seed, config.queue.ticket_deadline_s), run_dir, facts.incarnation)
@@ -99,6 +106,16 @@ def _leave_alone_what_lives_on() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
+
+
+def _leave_on_signal() -> None:
+    """Until there is a broker that ends in order."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
 
 
 def _end_on_signal(broker: Broker) -> None:

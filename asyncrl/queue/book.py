@@ -134,6 +134,13 @@ class Book:
         self._compact()
         return late
 
+    def postpone(self, seconds: float) -> None:
+        """So much time does not count for the attempts that are being made."""
+        self._deadlines = [(deadline_s + seconds, ticket, attempt) for deadline_s, ticket, attempt in self._deadlines]
+        for tickets in self._held.values():
+            for ticket in tickets:
+                self._live[ticket].deadline_s += seconds
+
     def older_than(self, version: int) -> list[GroupRecord]:
         """Finished groups, not leased, with a token of a version below this one."""
         found: dict[int, GroupRecord] = {}  # a group that was queued more than once has an entry for each time

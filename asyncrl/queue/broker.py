@@ -6,7 +6,8 @@
 
 Consumes requests of producers, consumer and observers; produces replies. It waits for messages, and for the disk once a burst:
 producers and learner unblock each other through the gate. While the ledger cannot be written no reply goes out and no message is
-read, so that every client is held back. A broker to whom nobody speaks any more ends by itself.
+read, so that every client is held back, and that time counts for no deadline and no silence. A broker to whom nobody speaks any
+more ends by itself.
 
 Source: design note, sections 3 and 4; fault B56.
 """
@@ -118,7 +119,7 @@ class Broker:
         now_s = time.monotonic()
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s
-            for line in self._service.expire(now_s):
+            for line in self._service.expire(now_s, unheard=bool(self._disk_full)):
                 log.warning(line)
             self._say(now_s)
         self._look_again(now_s)

@@ -158,6 +158,13 @@ class Fleet:
         self.deaths += 1
         return True
 
+    def postpone(self, seconds: float) -> None:
+        """So much time does not count for anybody's silence: nobody was listened to."""
+        for record in self._records.values():
+            record.seen_s += seconds
+        if self._left is not None and self._records.get(self._left.name) is not self._left:
+            self._left.seen_s += seconds
+
     def silent(self, now_s: float, dead_after_s: float) -> list[str]:
         """Names of the living that have said nothing for too long."""
         return [r.name for r in self._records.values() if r.alive and now_s - r.seen_s >= dead_after_s]

@@ -219,6 +219,12 @@ class Gate:
             self._book.fail(record, reason)
         return said
 
+    def postpone(self, seconds: float, *, unheard: bool) -> None:
+        """The queue itself held its clients back for so long: it counts for no deadline, and ``unheard`` for no silence either."""
+        self._book.postpone(seconds)
+        if unheard:
+            self.fleet.postpone(seconds)
+
     def hold(self, reason: str) -> None:
         """No ticket is given while there is a reason; an empty one lets them go again."""
         if bool(reason) != bool(self._admission.hold):

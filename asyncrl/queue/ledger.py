@@ -18,6 +18,7 @@ __all__ = ["EMPTY", "Ledger", "check_frontier", "frontier_problem", "merge_front
 
 
 EMPTY = Frontier(steps=0, low=0, settled_above=(), trained=0, dropped={})
+"""The frontier before the first step: what a trainer without a checkpoint starts from."""
 
 
 def check_frontier(frontier: Frontier) -> None:

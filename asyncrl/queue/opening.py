@@ -4,11 +4,14 @@
     ledger of this very start        the gate as it was: the broker died and the learner goes on
     ledger of an earlier start       that gate, taken back to the frontier of the checkpoint
 
+A disk that is full stops no start: everybody is held back until there is room.
+
 Source: design note, section 4.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -19,6 +22,7 @@ import msgspec
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import QueueError, SchemaError
+from asyncrl.queue.durable.disk import says_full
 from asyncrl.queue.durable.ledger_file import LedgerFile
 from asyncrl.queue.durable.recovery import recover
 from asyncrl.queue.durable.rows import GroupRow, Snapshot
@@ -33,12 +37,13 @@ from asyncrl.queue.settings import GateSettings
 from asyncrl.queue.shm import SegmentKeeper
 from asyncrl.queue.store import Payload, PayloadStore
 
-__all__ = ["Opened", "open_queue", "reopened", "take_back"]
+__all__ = ["Opened", "open_queue", "reopened", "take_back", "when_there_is_room"]
 
 log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 SPARE_PARTS = 4
 """Of the log, one in so many bytes may be in files that wait to be written anew."""
+RETRY_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,6 +60,7 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
 
     Raises:
         DataError: what lies in the run directory is damaged or of another run. QueueError: another process serves it.
+        DiskFull, OSError: something could not be written; nothing is held open, and the next call begins anew.
     """
     own = split_frontier(frontier or EMPTY, settings.shard, settings.shards)
     max_log_bytes = config.queue.max_log_mib << 20
@@ -63,20 +69,51 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
         journal = Journal(store, None, synced=False, max_log_bytes=max_log_bytes)
         return Opened(gate=Gate(settings, own, facts.incarnation), store=store, journal=journal)
     synced, folder = config.queue.durability == "synced", run_dir.queue / f"shard-{settings.shard}"
-    segments = SegmentLog(
-        folder / "log", facts.run_id, settings.shard, segment_bytes=SEGMENT_BYTES, spare_bytes=max_log_bytes // SPARE_PARTS
-    )
-    ledger = LedgerFile(folder / "ledger.sqlite", facts.run_id, settings.shard, settings.shards, synced=synced)
-    found = recover(segments, ledger, _problem(facts.run_id))
-    for line in found.report:
-        log.warning("recovery: %s", line)
+    with contextlib.ExitStack() as undo:
+        segments = SegmentLog(
+            folder / "log", facts.run_id, settings.shard, segment_bytes=SEGMENT_BYTES, spare_bytes=max_log_bytes // SPARE_PARTS
+        )
+        undo.callback(segments.close)
+        ledger = LedgerFile(folder / "ledger.sqlite", facts.run_id, settings.shard, settings.shards, synced=synced)
+        undo.callback(ledger.close)
+        snapshot = _taken_over(segments, ledger, facts.run_id)
+        store = PayloadStore(facts.run_id, segments)
+        journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
+        gate = reopened(snapshot, store, journal, settings, own, facts.incarnation, time.monotonic())
+        journal.commit(gate, facts.incarnation)
+        undo.pop_all()
+    return Opened(gate=gate, store=store, journal=journal)
+
+
+def when_there_is_room(opening: Callable[[], Opened]) -> Opened:
+    """What ``opening`` gives, tried anew for as long as a full disk refuses it; the clients wait meanwhile."""
+    held = False
+    while True:
+        try:
+            opened = opening()
+        except OSError as error:
+            if not says_full(error):
+                raise
+            if not held:
+                log.error("every client is held back until the queue can be opened: %s", error)
+            held = True
+            time.sleep(RETRY_S)
+            continue
+        if held:
+            log.info("the queue could be opened")
+        return opened
+
+
+def _taken_over(segments: SegmentLog, ledger: LedgerFile, run_id: str) -> Snapshot | None:
+    """What an earlier process left, usable; what was not is said, also when the ledger then cannot be written."""
+    try:
+        found = recover(segments, ledger, _problem(run_id), _without)
+    finally:
+        for line in segments.report:
+            log.warning("recovery: %s", line)
     for damaged in found.damaged:
         log.warning("recovery: ticket %d, attempt %d: %s", damaged.ticket, damaged.attempt, damaged.reason)
-    store = PayloadStore(facts.run_id, segments)
-    journal = Journal(store, ledger, synced=synced, max_log_bytes=max_log_bytes)
-    gate = reopened(found.snapshot, store, journal, settings, own, facts.incarnation, time.monotonic())
-    journal.commit(gate, facts.incarnation)
-    return Opened(gate=gate, store=store, journal=journal)
+    return found.snapshot
 
 
 def reopened(
@@ -112,6 +149,12 @@ def take_back(gate: Gate, store: PayloadStore, journal: Journal, frontier: Front
     journal.begin_branch(fresh, frontier.steps, [(record, reasons.get(record.ticket, "abandoned")) for record in given_up])
     log.info("restored to step %d: %d finished groups wait again, %d are given up", frontier.steps, waiting, len(given_up))
     return fresh
+
+
+def _without(state: bytes, reissued: int) -> bytes:
+    """Queued groups that are issued again are inserted no more: what takes their place will be, in turn."""
+    gate = msgspec.msgpack.decode(state, type=GateState)
+    return msgspec.msgpack.encode(msgspec.structs.replace(gate, inserted=gate.inserted - reissued))
 
 
 def _payload(row: GroupRow) -> Payload:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 MAX_TICKETS = 256
 MAX_EXTRA = 1 << 16
 MAX_REASON = 2000
+AGAIN_S = 1.0  # a held put comes again within half a second
 Answer = tuple[m.ReplyBody, list[Any]]
 
 
@@ -69,6 +71,7 @@ class QueueService:
         self._dead_letters = DeadLetters(run_dir.dead_letter)
         self._incarnation = incarnation
         self._told_to_advance: dict[str, int] = {}
+        self._expired_s = math.inf
 
     def greet(self, sender: str, hello: m.Hello, now_s: float) -> m.Welcome:
         """A client introduces itself.
@@ -141,14 +144,18 @@ class QueueService:
         self._settle()
         return None if reply is None else (reply, frames)
 
-    def expire(self, now_s: float) -> list[str]:
-        """Lets time pass; says what it ended."""
+    def expire(self, now_s: float, *, unheard: bool = False) -> list[str]:
+        """Lets time pass; says what it ended. Time in which puts were held, or nobody was heard, ends nothing."""
+        if unheard or self._puts.full:
+            self.gate.postpone(max(0.0, now_s - self._expired_s), unheard=unheard)
+        self._expired_s = now_s
         said = self.gate.expire(now_s)
         said += self._give_up_what_died()
         self._settle()
         self._dead_letters.write()
         if self._puts.full and not self._store.refusal(self._puts.needed_bytes):
             self._puts.full = ""
+            self.gate.postpone(AGAIN_S, unheard=False)
             said.append("the disk has room again")
         self.gate.hold(self._puts.full)
         return said

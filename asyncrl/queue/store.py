@@ -9,6 +9,7 @@ Source: design note, section 4.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Payload:
         return sum(self.lengths)
 
 
+log = logging.getLogger(__name__)
 LOST = Payload(checksum=0, lengths=())
 
 
@@ -172,8 +174,11 @@ class PayloadStore:
             payload = self._payloads.get(ticket, LOST)
             if payload.segment and payload.place is not None and not self._there(payload):
                 payload = Payload(checksum=payload.checksum, lengths=(payload.num_bytes,), place=payload.place)
-            in_log = payload.place is not None and not payload.segment
-            file, offset = self._file_of(payload.place) if in_log and files else ("", 0)
+            file, offset, pieces = "", 0, payload.frames
+            if payload.place is not None and not payload.segment:
+                file, offset = self._file_of(payload.place) if files else ("", 0)
+                pieces = () if file else self._from_log(ticket, payload.place)
+                payload = payload if file or pieces else LOST
             items.append(
                 PayloadItem(
                     ticket=ticket,
@@ -185,10 +190,7 @@ class PayloadStore:
                     offset=offset,
                 )
             )
-            if in_log and not file:
-                frames.append(self._from_log(payload.place))
-            else:
-                frames.extend(payload.frames)
+            frames.extend(pieces)
         return tuple(items), frames
 
     def close(self, *, sweep: bool = True) -> None:
@@ -199,13 +201,18 @@ class PayloadStore:
         if self.log is not None:
             self.log.close()
 
-    def _from_log(self, place: Place | None) -> memoryview:
-        assert self.log is not None and place is not None
-        return self.log.read(place)
+    def _from_log(self, ticket: int, place: Place) -> tuple[memoryview, ...]:
+        """The payload in the log; nothing if it was lost there: the learner then gives its group back, and it is sampled again."""
+        assert self.log is not None
+        try:
+            return (self.log.read(place),)
+        except QueueError as error:
+            log.warning("ticket %d: %s", ticket, error)
+            return ()
 
-    def _file_of(self, place: Place | None) -> tuple[str, int]:
+    def _file_of(self, place: Place) -> tuple[str, int]:
         """Path and offset of a payload in the log; none when its file is gone."""
-        assert self.log is not None and place is not None
+        assert self.log is not None
         path = self.log.path_of(place)
         return (str(path.absolute()), place.offset) if path is not None else ("", 0)
 

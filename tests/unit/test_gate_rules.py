@@ -154,6 +154,27 @@ def test_an_attempt_past_its_deadline_is_issued_again_and_its_late_group_is_turn
     assert finish(gate, slow, again, again) == ["late", "accepted", "duplicate"]
 
 
+def test_time_in_which_the_queue_held_its_clients_back_counts_for_no_deadline() -> None:
+    gate = new_gate(2, 1, ticket_deadline_s=10.0, dead_after_s=1000.0)
+    ask(gate, 0)
+    gate.postpone(5.0, unheard=False)
+    ask(gate, 0, now_s=5.0)
+    gate.postpone(2.0, unheard=False)
+    assert gate.expire(16.9) == []
+    assert [line.split(",")[0] for line in gate.expire(17.0)] == ["ticket 0", "ticket 1"]  # 0 + 10 + 5 + 2 and 5 + 10 + 2
+
+
+def test_time_in_which_nobody_was_heard_counts_for_no_silence() -> None:
+    gate = new_gate(2, 1, ticket_deadline_s=1000.0, dead_after_s=10.0)
+    gate.heartbeat(A, 0, {}, 0, 4.0)
+    gate.postpone(3.0, unheard=True)
+    assert gate.expire(12.9) == []
+    assert [line.split(" is")[0] for line in gate.expire(13.0)] == [f"producer {B}"]
+    assert [line.split(" is")[0] for line in gate.expire(17.0)] == [f"producer {A}"]
+    gate.postpone(100.0, unheard=True)
+    assert gate.fleet.empty_for_s(117.0) == 10.0  # nobody could have come back
+
+
 def test_a_group_that_fails_three_times_becomes_a_dead_letter_with_its_reasons() -> None:
     gate = new_gate(2, 1)
     for attempt in range(3):

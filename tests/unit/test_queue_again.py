@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from durable_setup import new_ledger
 from test_queue_service import CONSUMER, OBSERVER, PRODUCER, group_for, new_service, put, say, tickets
 from test_queue_sessions import HELLO, dialogue, envelope
 
-from asyncrl.errors import PeerTimeout, UnknownSession
+import asyncrl.queue
+from asyncrl.errors import PeerTimeout, QueueError, UnknownSession
 from asyncrl.queue import messages as m
 from asyncrl.queue.connection import BlockingClient
 from asyncrl.queue.durable.rows import Changes, GroupRow
@@ -19,6 +21,8 @@ from asyncrl.queue.ledger import EMPTY
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Arrival, Session, Sessions
 from asyncrl.queue.verify import verify
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_trainer.py"
 
 
 def again(path: Path, service: QueueService | None = None, **queue: Any) -> QueueService:
@@ -64,6 +68,24 @@ def test_b58_a_stop_outlives_a_restore_and_the_broker(tmp_path: Path) -> None:
     service = again(tmp_path, service)
     assert say(service, PRODUCER, request, call=Call.FIRST).stopping
     service.commit()
+    service.close()
+
+
+def test_a_trainer_that_ended_before_its_first_checkpoint_takes_the_queue_back_to_the_empty_frontier(tmp_path: Path) -> None:
+    policy = runpy.run_path(str(EXAMPLE))["Policy"](tmp_path / "policy.json")  # the trainer of your own, with nothing saved
+    assert policy.frontier == asyncrl.queue.EMPTY == EMPTY and policy.current[0] == 0
+    service = again(tmp_path)
+    service.greet("learner-0", m.Hello(role=m.Role.CONSUMER, restore=policy.frontier), 0.0)
+    for ticket in tickets(service, 2):
+        put(service, ticket, group_for(ticket))
+    step_0 = m.LeaseRequest(step=0, incarnation=0, wait_s=0.0)
+    trained = say(service, CONSUMER, step_0).groups
+    say(service, CONSUMER, m.Commit(step=0, incarnation=0))
+    service = again(tmp_path, service)
+    with pytest.raises(QueueError, match="the next is step 1; met step 0"):
+        say(service, CONSUMER, step_0)
+    service.greet("learner-0", m.Hello(role=m.Role.CONSUMER, restore=policy.frontier), 0.0)
+    assert say(service, CONSUMER, step_0).groups == trained
     service.close()
 
 

@@ -328,6 +328,43 @@ def test_handles_files_and_bytes_stay_flat_while_payload_comes_and_goes(tmp_path
     assert [max(column) for column in zip(*seen[300:], strict=True)] == [max(column) for column in zip(*seen[50:300], strict=True)]
 
 
+def test_only_the_files_read_last_stay_open_and_others_are_opened_again(tmp_path):
+    def opened():
+        handles = [f"/proc/self/fd/{handle}" for handle in os.listdir("/proc/self/fd")]
+        names = [os.readlink(handle) for handle in handles if os.path.lexists(handle)]
+        return sorted(int(name[-12:-4]) for name in names if name.startswith(str(tmp_path / "log" / "segment-")))
+
+    log = new_log(tmp_path, segment_bytes=600, max_mapped=3)
+    claims = [put(log, ticket, bytes([ticket]) * 300) for ticket in range(8)]  # one a file; the last one is open for writing
+    seen = []
+    for number in (0, 1, 2, 3, 1, 4):
+        assert bytes(log.read(claims[number][0])) == bytes([number]) * 300
+        seen.append(opened())
+    assert seen == [[0, 7], [0, 1, 7], [0, 1, 2, 7], [1, 2, 3, 7], [1, 2, 3, 7], [1, 3, 4, 7]]
+    view = log.read(claims[0][0])
+    for number in (1, 2, 3):
+        log.read(claims[number][0])
+    assert opened() == [0, 1, 2, 3, 7] and bytes(view) == bytes(300)
+    del view
+    assert opened() == [1, 2, 3, 7]
+    log.release(claims[2][0])
+    assert opened() == [1, 3, 7] and bytes(log.read(claims[0][0])) == bytes(300)
+
+
+def test_a_file_that_was_deleted_while_it_was_closed_is_a_lost_payload_and_can_be_released(tmp_path):
+    log = new_log(tmp_path, segment_bytes=600, max_mapped=1, spare_segments=4)
+    claims = [put(log, ticket, bytes([ticket]) * 300) for ticket in range(4)]
+    for claim in claims[:3]:
+        log.read(claim[0])
+    segment_path(tmp_path, claims[0][0]).unlink()
+    os.truncate(segment_path(tmp_path, claims[1][0]), 300)
+    for claim, reason in zip(claims[:2], ("No such file or directory", "greater than file size"), strict=True):
+        with pytest.raises(QueueError, match=f"the payload at .* is lost: .* cannot be read: .*{reason}"):
+            log.read(claim[0])
+        log.release(claim[0])
+    assert log.num_segments == 2 and bytes(log.read(claims[2][0])) == bytes([2]) * 300
+
+
 def test_a_full_disk_survives_pickle_with_its_numbers():
     error = pickle.loads(pickle.dumps(DiskFull("no room", folder="/x", free_bytes=1)))
     assert (str(error), error.folder, error.free_bytes) == ("no room", "/x", 1)

@@ -3,11 +3,13 @@ import os
 import msgspec
 import pytest
 from durable_setup import files, flip, frontier, new_ledger, new_log, put, queued, segment_path
+from queue_folder import QueueFolder
 
 from asyncrl.errors import DataError, QueueError
 from asyncrl.queue.durable.place import Damaged, Place
 from asyncrl.queue.durable.recovery import recover
 from asyncrl.queue.durable.rows import Changes, GroupRow, StepRow
+from asyncrl.queue.journal import Journal
 
 
 def test_a_killed_log_gives_back_what_is_claimed_and_cuts_the_rest(tmp_path):
@@ -166,3 +168,38 @@ def test_a_log_whose_ledger_is_gone_is_refused_and_left_alone(tmp_path):
             recover(log, new_ledger(tmp_path))
         log.close()
     assert files(tmp_path) == ["segment-00000000.log"]
+
+
+def with_a_damaged_group(path):
+    """A queue of two finished groups, of which the first is damaged; nobody has it open."""
+    queue = QueueFolder(path, durability="written", order="uniform")
+    for ticket in queue.issue(2):
+        queue.finish(ticket)
+    queue.commit()
+    place = queue.opened.store.payload(0).place
+    queue.close()
+    flip(segment_path(path / "queue" / "shard-0", place), place.offset)
+
+
+def test_a_damaged_group_is_inserted_no_more_until_it_was_sampled_again(tmp_path):
+    with_a_damaged_group(tmp_path)
+    queue = QueueFolder(tmp_path, durability="written", order="uniform")
+    assert queue.gate.state().inserted == 1  # counted as 2 it would hold tickets back for samples that nobody can take
+    assert queue.issue() == [0] and queue.finish(0) == "accepted"
+    assert queue.gate.state().inserted == 2
+    queue.close()
+
+
+def test_a_start_that_ends_once_the_damage_is_written_leaves_the_next_one_the_same_count(tmp_path, monkeypatch):
+    with_a_damaged_group(tmp_path)
+
+    def dies(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as start:
+        start.setattr(Journal, "commit", dies)
+        with pytest.raises(KeyboardInterrupt):
+            QueueFolder(tmp_path, durability="written", order="uniform")
+    queue = QueueFolder(tmp_path, durability="written", order="uniform")
+    assert queue.gate.state().inserted == 1
+    queue.close()

@@ -12,7 +12,7 @@ import pytest
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
-from asyncrl.errors import DataError, FencedError, QueueError, SchemaError, UnknownSession
+from asyncrl.errors import DataError, DiskFull, FencedError, QueueError, SchemaError, UnknownSession
 from asyncrl.queue import messages as m
 from asyncrl.queue.arena import Arena
 from asyncrl.queue.opening import open_queue
@@ -355,6 +355,41 @@ def test_a_producer_taken_for_dead_gets_no_tickets_by_a_request_that_still_waits
     assert answer.tickets == () and "taken for dead" in answer.blocked
     # it was only slow: its next request brings it back, and the lost tickets with it
     assert [(t.ticket, t.attempt) for t in tickets(service, 2)] == [(0, 1), (1, 1)]
+
+
+def test_a_ticket_whose_group_a_full_disk_holds_back_is_not_taken_for_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = new_service(tmp_path, durability="written", ticket_deadline_s=10.0, dead_after_s=1000.0)
+    first, second = tickets(service, 2)
+    with monkeypatch.context() as disk:
+        disk.setattr("asyncrl.queue.durable.segments.check_room", no_room)
+        service.expire(9.8)
+        assert put(service, first, group_for(first)).startswith("held: ")
+        assert [service.expire(float(now_s)) for now_s in range(10, 100)] == [[]] * 90
+    assert service.expire(100.0) == ["the disk has room again"]
+    assert service.expire(101.1) == [] and put(service, first, group_for(first)) == "accepted"
+    (late,) = service.expire(101.3)  # 10 s, 90.2 s held, and one until the put comes again
+    assert late.startswith(f"ticket {second.ticket}, attempt 0")
+    service.close()
+
+
+def no_room(*_: object) -> None:
+    raise DiskFull("no room in the log")
+
+
+def test_a_group_whose_file_was_deleted_is_said_to_be_lost_and_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("asyncrl.queue.opening.SEGMENT_BYTES", 1000)
+    service = new_service(tmp_path, durability="written")
+    for ticket in tickets(service, 2):
+        assert put(service, ticket, group_for(ticket)) == "accepted"
+    (tmp_path / "queue" / "shard-0" / "log" / "segment-00000000.log").unlink()
+    good, damaged = read(service, lease(service, 0).groups)
+    assert good == [1] and damaged == [(0, 0, "the payload of ticket 0 was lost")]
+    say(service, CONSUMER, m.Return(step=0, incarnation=0, damaged=tuple(damaged)))
+    (again,) = tickets(service, 1)
+    assert (again.ticket, again.attempt) == (0, 1) and put(service, again, group_for(again)) == "accepted"
+    service.commit()
+    assert read(service, lease(service, 0).groups) == ([0, 1], [])
+    service.close()
 
 
 def test_requests_are_refused_to_the_wrong_role_and_to_an_older_start(tmp_path: Path) -> None:

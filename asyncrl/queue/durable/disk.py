@@ -14,10 +14,11 @@ import xxhash
 
 from asyncrl.errors import DiskFull, QueueError
 
-__all__ = ["check_room", "checksum_at", "free_bytes_of", "lock_folder", "refusal", "sync_folder", "write_all"]
+__all__ = ["check_room", "checksum_at", "free_bytes_of", "is_full", "lock_folder", "refusal", "says_full", "sync_folder", "write_all"]
 
 MAX_BUFFERS = 1024  # IOV_MAX of Linux
 READ_BYTES = 1 << 20
+FULL_BYTES = 64 << 10  # what a small file, its folder's entry and SQLite's index of its log take
 
 
 def free_bytes_of(folder: Path) -> int:
@@ -38,9 +39,23 @@ def check_room(folder: Path, free: int, needed: int, reserve: int) -> None:
         )
 
 
+def is_full(folder: Path) -> bool:
+    """Whether the folder's disk has no room for so much as a small new file; one that does not answer is not called full."""
+    try:
+        facts = os.statvfs(folder)
+    except OSError:
+        return False
+    return facts.f_bavail * facts.f_frsize < FULL_BYTES or (facts.f_files > 0 and facts.f_favail == 0)
+
+
+def says_full(error: OSError) -> bool:
+    """Whether an error says that a disk, or the user's share of it, has no room."""
+    return isinstance(error, DiskFull) or error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def refusal(folder: Path, error: OSError, free: int, needed: int) -> DiskFull | QueueError:
     """The error for a write of ``needed`` bytes that the system refused."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if says_full(error):
         return DiskFull(
             f"{folder} refused {needed} bytes for a group with {free} bytes free ({error.strerror}): free space on that disk",
             folder=str(folder),

@@ -14,7 +14,7 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-from asyncrl.errors import DataError
+from asyncrl.errors import AsyncRLError, DataError
 from asyncrl.queue.durable.disk import sync_folder
 from asyncrl.queue.durable.ledger_view import SCHEMA, LedgerFacts, LedgerView, ledger_errors
 from asyncrl.queue.durable.row_codec import encode_group_row, encode_payload, encode_step, seal
@@ -59,18 +59,11 @@ class LedgerFile:
         facts = LedgerFacts(run_id, shard, num_shards)
         with ledger_errors(path):
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
-            self._connection.execute("PRAGMA journal_mode = WAL")
-            self._connection.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
-            self._connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
-            self.created = not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-        if self.created:
-            self._create(facts)
-            if synced:
-                sync_folder(path.parent)
-        self._view = LedgerView(self._connection, path)
-        if self._view.facts != facts:
+        try:
+            self._begin(facts, synced)
+        except (AsyncRLError, OSError):
             self.close()
-            raise DataError(f"{path} belongs to {self._view.facts}; this is {facts}: use a folder of its own for each")
+            raise
 
     @staticmethod
     def open_readonly(path: Path) -> LedgerView:
@@ -145,6 +138,20 @@ class LedgerFile:
         assert self.created and self.load() is None, "only an empty ledger is discarded"
         self.close()
         self.path.unlink()
+
+    def _begin(self, facts: LedgerFacts, synced: bool) -> None:
+        with ledger_errors(self.path):
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute(f"PRAGMA synchronous = {'FULL' if synced else 'NORMAL'}")
+            self._connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+            self.created = not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        if self.created:
+            self._create(facts)
+            if synced:
+                sync_folder(self.path.parent)
+        self._view = LedgerView(self._connection, self.path)
+        if self._view.facts != facts:
+            raise DataError(f"{self.path} belongs to {self._view.facts}; this is {facts}: use a folder of its own for each")
 
     def _create(self, facts: LedgerFacts) -> None:
         values = {"schema": SCHEMA, "run_id": facts.run_id, "shard": facts.shard, "num_shards": facts.num_shards}

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from asyncrl.errors import DataError, DiskFull, QueueError
+from asyncrl.queue.durable.disk import is_full
 from asyncrl.queue.durable.row_codec import decode_group_row, decode_step, unseal
 from asyncrl.queue.durable.rows import SETTLED, GroupRow, StepRow
 
@@ -22,6 +23,7 @@ __all__ = ["SCHEMA", "LedgerFacts", "LedgerView", "ledger_errors"]
 SCHEMA = 1
 
 _ROWS = "SELECT g.ticket, g.state, g.step, g.body, p.body FROM groups g LEFT JOIN payloads p ON p.ticket = g.ticket"
+_MAYBE_FULL = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)  # said when the files beside the ledger find no room
 _SETTLED = f"g.state IN {SETTLED}"
 
 
@@ -34,7 +36,7 @@ def ledger_errors(path: Path) -> Iterator[None]:
         raise DataError(damaged(path, str(error))) from error
     except sqlite3.DatabaseError as error:
         code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-        if code == sqlite3.SQLITE_FULL:
+        if code == sqlite3.SQLITE_FULL or (code in _MAYBE_FULL and is_full(path.parent)):
             raise DiskFull(f"{path} cannot grow ({error}): free space on that disk", folder=str(path.parent)) from error
         if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             raise DataError(damaged(path, str(error))) from error

@@ -42,14 +42,21 @@ class Recovered:
     report: tuple[str, ...]
 
 
-def recover(log: SegmentLog, ledger: LedgerFile, problem: Callable[[GroupRow], str] = lambda row: "") -> Recovered:
+def recover(
+    log: SegmentLog,
+    ledger: LedgerFile,
+    problem: Callable[[GroupRow], str] = lambda row: "",
+    without: Callable[[bytes, int], bytes] = lambda state, reissued: state,
+) -> Recovered:
     """Brings log and ledger to one state.
 
     Args:
         problem: why the payload of a row that lies outside the log (``row.segment``) cannot be used, or ``""``.
+        without: the ledger's state once so many queued groups are issued again.
 
     Raises:
-        DataError: the ledger is damaged, or gone while the log is there.
+        DataError: the ledger is damaged, or gone while the log is there. DiskFull: what changed cannot be written; the next call
+            finds the same damage.
     """
     if ledger.created and log.num_segments:
         ledger.discard()  # or the next start would take it for the ledger of an empty queue
@@ -64,12 +71,15 @@ def recover(log: SegmentLog, ledger: LedgerFile, problem: Callable[[GroupRow], s
     damaged += [Damaged(row.ticket, row.attempt, reason) for row in snapshot.live if (reason := _unclaimed(row, problem))]
     damaged += [Damaged(row.ticket, row.attempt, reason) for row in snapshot.kept if row.segment and (reason := problem(row))]
     reasons = {entry.ticket: entry.reason for entry in damaged}
+    reissued = sum(row.state == "queued" and row.ticket in reasons for row in snapshot.live)
     live, kept = _repaired(snapshot.live, reasons), _repaired(snapshot.kept, reasons)
     changed = tuple(row for row in (*live, *kept) if row.ticket in reasons)
+    state = without(snapshot.state, reissued) if reissued and snapshot.state else snapshot.state
     if changed:
-        ledger.write(Changes(groups=changed))
+        ledger.write(Changes(groups=changed, state=state))
     bare = (*snapshot.bare, *(row for row in kept if not row.has_payload))
-    snapshot = msgspec.structs.replace(snapshot, live=live, kept=tuple(row for row in kept if row.has_payload), bare=bare)
+    kept = tuple(row for row in kept if row.has_payload)
+    snapshot = msgspec.structs.replace(snapshot, live=live, kept=kept, bare=bare, state=state)
     return Recovered(snapshot=snapshot, damaged=tuple(damaged), report=tuple(log.report))
 
 

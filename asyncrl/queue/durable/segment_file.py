@@ -108,22 +108,26 @@ class SegmentFile:
             self._fd = None
 
     def retire(self) -> bool:
-        """Makes it a spare file to be written anew; false while a view of it is still in use, for which it must not change.
+        """Makes it a spare file to be written anew; false if it is gone, or while a view of it is in use, for which it must not change.
 
         Pages and blocks that are there cost a write a quarter of what new ones cost.
         """
         self.seal()
-        self._unmap()
-        if not self._lent:
-            spare = self.path.with_name(f"spare-{self.number:08d}.log")
+        self.unmap()
+        if self._lent:
+            return False
+        spare = self.path.with_name(f"spare-{self.number:08d}.log")
+        try:
             self.path.rename(spare)
-            self.path = spare
-        return not self._lent
+        except FileNotFoundError:
+            return False
+        self.path = spare
+        return True
 
     def unlink(self) -> None:
         """Removes the file; views handed out stay valid until they are dropped."""
         self.seal()
-        self._unmap()
+        self.unmap()
         self.path.unlink(missing_ok=True)
 
     # reading
@@ -132,15 +136,27 @@ class SegmentFile:
         """The payload, read-only and without a copy.
 
         Raises:
-            QueueError: the place lies beyond the end.
+            QueueError: the place lies beyond the end, or the file cannot be opened any more.
         """
         if place.end > self.size:
             raise QueueError(f"{self.path} has {self.size} bytes; met a place of bytes {place.offset} to {place.end}", segment=self.number)
         if self._map is None or place.end > len(self._map):
-            self._unmap()
-            with self._opened() as fd:
-                self._map = mmap.mmap(fd, self.capacity, access=mmap.ACCESS_READ)
+            self.unmap()
+            try:
+                with self._opened() as fd:
+                    self._map = mmap.mmap(fd, self.capacity, access=mmap.ACCESS_READ)
+            except (OSError, ValueError) as error:  # ValueError: it is shorter than it was
+                raise QueueError(f"the payload at {place} is lost: {self.path} cannot be read: {error}", segment=self.number) from error
         return memoryview(self._map)[place.offset : place.end]
+
+    def unmap(self) -> None:
+        """Frees the handle that reading took; the next view opens the file again. Views handed out stay valid."""
+        if self._map is not None:
+            try:
+                self._map.close()
+            except BufferError:  # a view is still being sent; the mapping goes with it
+                self._lent = True
+            self._map = None
 
     def check(self, place: Place, ticket: int, attempt: int, checksum: int, *, payload: bool = True) -> str:
         """Why the bytes at a place are not the group's payload, or ``""``; with ``payload`` false only header and length are looked at.
@@ -185,7 +201,7 @@ class SegmentFile:
     def close(self) -> None:
         """Frees handles; the file stays."""
         self.seal()
-        self._unmap()
+        self.unmap()
 
     def _write(self, buffers: list[memoryview]) -> None:
         start, total = self.size, sum(buffer.nbytes for buffer in buffers)
@@ -222,14 +238,6 @@ class SegmentFile:
             yield fd
         finally:
             os.close(fd)
-
-    def _unmap(self) -> None:
-        if self._map is not None:
-            try:
-                self._map.close()
-            except BufferError:  # a view is still being sent; the mapping goes with it
-                self._lent = True
-            self._map = None
 
 
 def _path(folder: Path, number: int) -> Path:

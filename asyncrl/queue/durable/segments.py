@@ -9,6 +9,7 @@ Source: design note, section 4, "Durability".
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class SegmentLog:
         reserve_bytes: left free on the disk, for the ledger and for checkpoints.
         spare_segments: files without live payload that are kept to be written anew; more, and any left by an earlier process, go.
         spare_bytes: of these files together; as many segments of ``segment_bytes`` if not given.
+        max_mapped: files kept open for reading; the one unused for longest is closed for another.
         free_bytes: tells the free bytes of a folder.
 
     Attributes:
@@ -56,6 +58,7 @@ class SegmentLog:
         reserve_bytes: int = 64 << 20,
         spare_segments: int = 4,
         spare_bytes: int | None = None,
+        max_mapped: int = 128,
         free_bytes: Callable[[Path], int] = free_bytes_of,
     ) -> None:
         self.folder, self.run_id, self.shard = folder, run_id, shard
@@ -63,6 +66,8 @@ class SegmentLog:
         self._segment_bytes, self._reserve_bytes, self._free_bytes = segment_bytes, reserve_bytes, free_bytes
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock_folder(folder)
+        self._max_mapped = max_mapped
+        self._mapped: OrderedDict[int, None] = OrderedDict()
         self._live: dict[int, dict[int, int]] = {}  # segment, payload offset: payload length
         self._active: SegmentFile | None = None
         self._dirty: set[int] = set()
@@ -152,12 +157,17 @@ class SegmentLog:
         """The payload as a read-only view of the file; it stays valid after a release.
 
         Raises:
-            QueueError: no such place.
+            QueueError: no such place, or its file is gone.
         """
         file = self._files.get(place.segment)
         if file is None:
             raise QueueError(f"{self.folder} has no segment {place.segment}: the payload at {place} was released", segment=place.segment)
-        return file.view(place)
+        view = file.view(place)
+        self._mapped[place.segment] = None
+        self._mapped.move_to_end(place.segment)
+        if len(self._mapped) > self._max_mapped:
+            self._files[self._mapped.popitem(last=False)[0]].unmap()
+        return view
 
     def path_of(self, place: Place) -> Path | None:
         """The file that holds a place, for another process of this host; None if there is none."""
@@ -234,6 +244,7 @@ class SegmentLog:
 
     def _remove(self, number: int) -> None:
         self._dirty.discard(number)
+        self._mapped.pop(number, None)
         self._spares.offer(self._files.pop(number), room=self._free_bytes(self.folder) >= self._reserve_bytes)
 
     def _fits(self, file: SegmentFile, needed: int) -> bool:
