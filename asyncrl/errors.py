@@ -65,6 +65,10 @@ class UnknownSession(QueueError):
     """The broker doesn't know the caller: it was started again, and a hello comes first."""
 
 
+class LostMessage(QueueError):
+    """Messages of the caller were lost on the way to the broker: a hello carries its numbers on, and then it asks anew."""
+
+
 class DiskFull(AsyncRLError, OSError):
     """The disk of a folder has no room for what is to be written; nothing of it was kept."""
 

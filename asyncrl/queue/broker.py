@@ -28,7 +28,7 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.config.network import check_exposure
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, ConfigError, DiskFull, QueueError, SchemaError
+from asyncrl.errors import AsyncRLError, ConfigError, DiskFull, LostMessage, QueueError, SchemaError
 from asyncrl.queue.curve import Guard, key_holder, secure_server
 from asyncrl.queue.keys import SERVER_NAME
 from asyncrl.queue.messages import (
@@ -310,7 +310,7 @@ class Broker:
     def _refusal(self, error: AsyncRLError, identity: bytes) -> Refused:
         kind = type(error).__name__
         number = self._service.refused[kind] = self._service.refused[kind] + 1
-        if isinstance(error, SchemaError | QueueError):
+        if isinstance(error, SchemaError | QueueError) and not isinstance(error, LostMessage):
             self._count_violation(identity, error)
         if worth_saying(number):
             log.warning("refused (%s, %d so far): %s", kind, number, error)

@@ -20,6 +20,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, PeerTimeout, QueueError, VersionError
 from asyncrl.queue.arena import Arena
+from asyncrl.queue.beats import Beats
 from asyncrl.queue.connection import START_TIMEOUT_S, run_of
 from asyncrl.queue.consumer import Consumer
 from asyncrl.queue.direct import Shelf
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 HELD_PAUSE_S = 0.5
 SETTLED_PAUSE_S = 0.2
 PUT_BYTES = 64 << 20
+BEATS_IN_DEAD_AFTER = 3
 
 
 class Producer:
@@ -54,9 +56,10 @@ class Producer:
         ['accepted']
     """
 
-    def __init__(self, links: Sequence[ProducerLink], arena: Arena | Shelf | None) -> None:
+    def __init__(self, links: Sequence[ProducerLink], arena: Arena | Shelf | None, dead_after_s: float) -> None:
         self._links = list(links)
         self._arena = arena
+        self._beats = Beats(self._links, self._recycle, dead_after_s / BEATS_IN_DEAD_AFTER)
         self._next = 0
 
     @classmethod
@@ -66,7 +69,7 @@ class Producer:
         try:
             for shard in range(len(facts.queue_endpoints)):
                 links.append(await ProducerLink.open(config, facts, name, shard, timeout_s))
-            return cls(links, _new_arena(config, facts, name))
+            return cls(links, _new_arena(config, facts, name), config.queue.dead_after_s)
         except AsyncRLError:
             for link in links:
                 await link.close()
@@ -86,7 +89,7 @@ class Producer:
         """Up to ``n`` tickets for the committed ``version``; none with ``blocked`` when the gate stayed shut for ``wait_s``.
 
         Shards are asked in turn for what they give right away, then, when none has a ticket, each for its part of ``wait_s``. No request
-        is given up, so that no shard grants what nobody takes.
+        is given up, so that no shard grants what nobody takes. A shard that was silent is left out until it answers a heartbeat.
         """
         self._check_version(version)
         if len(self._links) == 1:
@@ -94,7 +97,7 @@ class Producer:
         self._next = (self._next + 1) % len(self._links)
         answers = await self._in_turn(version, n, 0.0)
         if not _all_tickets(answers) and not all(answer.stopping for answer in answers):
-            answers = await self._in_turn(version, n, wait_s / len(self._links)) or answers
+            answers = await self._in_turn(version, n, wait_s) or answers
         if not answers:
             raise PeerTimeout(f"none of {len(self._links)} brokers of the queue answers")
         found = _all_tickets(answers)
@@ -122,21 +125,15 @@ class Producer:
         await self._links[ticket % len(self._links)].ask(Done, Fail(ticket=ticket, attempt=attempt, reason=reason, final=final))
 
     async def heartbeat(self, version: int, in_flight: dict[int, int], sampled_tokens: int) -> None:
-        """Alive: the committed version, tokens in flight by version, tokens sampled so far by this process."""
+        """Alive: the committed version, tokens in flight by version, tokens sampled so far by this process.
+
+        All shards are told at once. While another one answers, a silent one is waited for in the background, and raises nothing.
+        """
         self._check_version(version)
-        last: PeerTimeout | None = None
-        for number, link in enumerate(self._links):
-            # tokens are counted by the first shard alone, or their sum would count them once a shard
-            body = Heartbeat(version=version, in_flight={} if number else in_flight, sampled_tokens=0 if number else sampled_tokens)
-            try:
-                done = await link.ask(Done, body)
-            except PeerTimeout as error:
-                last = error
-                log.warning("%s", error)
-                continue
-            self._recycle(done.released)
-        if last is not None and len(self._links) == 1:
-            raise last
+        # tokens are counted by the first shard alone, or their sum would count them once a shard
+        first = Heartbeat(version=version, in_flight=in_flight, sampled_tokens=sampled_tokens)
+        other = Heartbeat(version=version, in_flight={}, sampled_tokens=0)
+        await self._beats.round([other if number else first for number in range(len(self._links))])
 
     def _check_version(self, version: int) -> None:
         known = max(link.acknowledged for link in self._links)
@@ -149,6 +146,7 @@ class Producer:
         In shared memory payload of groups that aren't settled stays. With ``queue.payload=direct`` it goes, and they are sampled again:
         wait for :meth:`settled` before.
         """
+        await self._beats.close()
         for link in self._links:
             await link.close()
         if self._arena is not None:
@@ -205,11 +203,13 @@ class Producer:
             self._arena.recycle(names)
 
     async def _in_turn(self, version: int, n: int, wait_s: float) -> list[Tickets]:
-        """Answers of the shards, asked in turn: for a part each up to ``n``, or with ``wait_s`` for all up to the first ticket."""
+        """Answers of the shards, asked in turn: for a part each up to ``n``, or for a part of ``wait_s`` each up to the first ticket."""
         answers: list[Tickets] = []
-        left, part = n, n if wait_s else -(-n // len(self._links))
-        for turn in range(len(self._links)):
-            answer = await self._ask_tickets((self._next + turn) % len(self._links), version, min(part, left), wait_s)
+        turn = [(self._next + number) % len(self._links) for number in range(len(self._links))]
+        turn = [number for number in turn if not self._beats.silent(number)] or turn
+        left, part = n, n if wait_s else -(-n // len(turn))
+        for number in turn:
+            answer = await self._ask_tickets(number, version, min(part, left), wait_s / len(turn))
             if answer is None:
                 continue
             answers.append(answer)
@@ -222,7 +222,7 @@ class Producer:
         try:
             return await self._links[number].tickets(version, n, wait_s)
         except PeerTimeout as error:
-            log.warning("%s", error)
+            self._beats.missed(number, error)
             return None
 
 

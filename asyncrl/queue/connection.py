@@ -2,7 +2,8 @@
 
 Consumes replies, produces numbered requests; waits for the broker alone, no longer than ``queue.dead_after_s``
 beyond the ``wait_s`` that the request itself asks for, and then raises PeerTimeout naming the endpoint.
-A request that got no answer is sent again under its number, and the broker answers a repeat from memory.
+A request that got no answer is sent again under its number, and the broker answers a repeat from memory. Where messages were lost
+before a request, the broker refuses it, and the client greets again and asks anew.
 
 Source: design note, section 4; faults B51, B56.
 """
@@ -19,7 +20,7 @@ import zmq
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
-from asyncrl.errors import AsyncRLError, ConfigError, PeerTimeout, SchemaError, UnknownSession
+from asyncrl.errors import AsyncRLError, ConfigError, LostMessage, PeerTimeout, SchemaError, UnknownSession
 from asyncrl.queue.curve import secure_client
 from asyncrl.queue.keys import SERVER_NAME
 from asyncrl.queue.ledger import EMPTY
@@ -169,7 +170,7 @@ class BlockingClient:
         while True:
             try:
                 return self._ask_once(body, deadline_s, extra_s)
-            except UnknownSession:
+            except (UnknownSession, LostMessage):
                 self.hello(deadline_s - time.monotonic(), again=True)
 
     def _ask_once(self, body: RequestBody, deadline_s: float, extra_s: float) -> tuple[Any, list[Any]]:

@@ -1,7 +1,8 @@
 """A producer's conversation with one broker, for asyncio; :class:`asyncrl.queue.client.Producer` holds one for each shard.
 
 Requests overlap up to ``MAX_OUTSTANDING``; each waits for the broker with a deadline. One reader task, owned by the link, hands
-replies to their callers; if it dies, they fail. A broker that was started again is greeted again, and what waited is asked anew.
+replies to their callers; if it dies, they fail. A broker that was started again, or to which messages were lost, is greeted again, and
+what waited is asked anew.
 
 Source: design note, section 4; faults B51, B56.
 """
@@ -21,7 +22,7 @@ import zmq.asyncio
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
-from asyncrl.errors import AsyncRLError, UnknownSession, VersionError
+from asyncrl.errors import AsyncRLError, LostMessage, UnknownSession, VersionError
 from asyncrl.queue.connection import FULL_PAUSE_S, START_TIMEOUT_S, dialogue_for, expect, no_answer, open_socket
 from asyncrl.queue.messages import Fail, Heartbeat, Hello, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
 from asyncrl.queue.wire import Dialogue
@@ -114,7 +115,7 @@ class ProducerLink:
                 except VersionError:
                     self._version = self.acknowledged
                     raise
-                except UnknownSession:
+                except (UnknownSession, LostMessage):
                     async with self._greeting:
                         if greeted == self._greeted:
                             await self._hello(deadline_s - time.monotonic(), again=True)
@@ -150,7 +151,8 @@ class ProducerLink:
                 self._try_send(frames)
         finally:
             self._waiting.pop(sequence, None)
-            if not future.done() and isinstance(body, TicketRequest):
+            # a request that was refused for what went before it may have been taken when it was sent again
+            if isinstance(body, TicketRequest) and (not future.done() or isinstance(future.exception(), LostMessage)):
                 self._abandoned.add(sequence)
 
     def _at_newest(self, body: RequestBody) -> RequestBody:

@@ -84,10 +84,10 @@ class Puts:
             if isinstance(error, SchemaError | QueueError) and wanted:
                 gate.fail(sender, ticket, attempt, f"refused: {error}")
             outcome = f"refused: {error}"
-        if wanted and outcome != "accepted":
-            self._store.settle(ticket, retain=False)
-        elif not wanted:
+        if not wanted or ticket not in self._store:
             self._store.unkept(item, sender)
+        elif outcome != "accepted":
+            self._store.settle(ticket, retain=False)
         return outcome
 
 

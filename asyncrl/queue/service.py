@@ -72,6 +72,9 @@ class QueueService:
         self._incarnation = incarnation
         self._told_to_advance: dict[str, int] = {}
         self._expired_s = math.inf
+        for name, known in self.gate.fleet.remembered().items():
+            if not known.alive:
+                self._store.owner_gone(name, self._alone)
 
     def greet(self, sender: str, hello: m.Hello, now_s: float) -> m.Welcome:
         """A client introduces itself.
@@ -88,6 +91,8 @@ class QueueService:
         elif hello.role is m.Role.PRODUCER:
             if hello.incarnation != self._incarnation:
                 raise FencedError(f"this start of the run is incarnation {self._incarnation}; {sender} is of {hello.incarnation}: end it")
+            if not hello.again:
+                self._store.owner_new(sender, self._alone)
             if not (hello.again and self.gate.hello_again(sender, hello.tickets, now_s)):
                 self.gate.hello(sender, now_s)
                 self.gate.lose(self._store.kept_by().get(sender, ()), "its producer was started anew")
@@ -127,6 +132,7 @@ class QueueService:
             if not self.remembers(session.sender, session.role):
                 raise UnknownSession(f"{session.sender} was silent for so long that others took its place: greet again")
             self.gate.fleet.seen(session.sender, now_s)
+            self._store.owner_here(session.sender)
         reply: m.ReplyBody | None
         frames: list[Any] = []
         match body:
@@ -149,6 +155,8 @@ class QueueService:
         if unheard or self._puts.full:
             self.gate.postpone(max(0.0, now_s - self._expired_s), unheard=unheard)
         self._expired_s = now_s
+        for name in self.gate.fleet.silent(now_s, self.gate.settings.dead_after_s):
+            self._store.owner_gone(name, self._alone)
         said = self.gate.expire(now_s)
         said += self._give_up_what_died()
         self._settle()
@@ -197,6 +205,11 @@ class QueueService:
         """Producers that died so far: a lease that waits is answered when one more does."""
         return self.gate.fleet.deaths
 
+    @property
+    def _alone(self) -> bool:
+        """Whether no other broker serves this run: only then is a segment that lies in no group here nobody's."""
+        return self.gate.settings.shards == 1
+
     def _check_role(self, session: Session, body: m.RequestBody) -> None:
         allowed = _ROLES.get(type(body))
         if allowed is not None and session.role is not allowed:
@@ -224,7 +237,7 @@ class QueueService:
                 self._journal.checkpointed(body.oldest_step)
             case m.ProducerGone():
                 self.gate.producer_gone(body.name, now_s)
-                self._store.owner_gone(body.name)
+                self._store.owner_gone(body.name, self._alone)
             case m.StatusRequest():
                 return m.Status(status=self._status(now_s))
             case m.Stop():

@@ -1,7 +1,8 @@
 """Who speaks to the broker, and in which order: sequence numbers, repeats, gaps.
 
 A session begins with a hello and belongs to one process, told apart by its socket's identity. Each request carries the
-number after the last one; a repeat is answered from memory, a gap is refused (fault B56: ZeroMQ drops without an error).
+number after the last one; a repeat is answered from memory, a gap is refused (fault B56: ZeroMQ drops without an error). A hello
+closes the gap: numbers go on from there, and what is missing before it is asked anew.
 
 Source: design note, section 3.
 """
@@ -13,13 +14,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from asyncrl.errors import QueueError, UnknownSession
+from asyncrl.errors import LostMessage, QueueError, UnknownSession
 from asyncrl.queue.messages import Hello, Role
 from asyncrl.queue.wire import Envelope
 
 __all__ = ["Arrival", "Session", "Sessions"]
 
 REMEMBERED = 64
+MAX_LOST = 256
 MAX_SESSIONS = 4096
 
 
@@ -42,34 +44,32 @@ class Session:
         self._first = self._last = sequence
         self._answers: OrderedDict[int, list[Any]] = OrderedDict()
         self._open: set[int] = set()
+        self._lost = 0
 
     def greeted_again(self, sequence: int) -> None:
-        """The same process gave up waiting for its welcome and said hello once more: its numbers go on from there."""
+        """The same process lost its welcome, or messages before, and said hello once more: its numbers go on from there."""
         self._last = max(self._last, sequence)
 
     def arrive(self, sequence: int) -> Arrival:
         """Takes note of a request's number.
 
         Raises:
-            QueueError: a gap, or a repeat of something forgotten. UnknownSession: a repeat of what was asked before the hello.
+            LostMessage: a gap, or a repeat of what never came or was forgotten. QueueError: that, too often with nothing in between.
+            UnknownSession: a repeat of what was asked before the hello.
         """
         if sequence < self._first:
             raise UnknownSession(f"{self.sender} repeats number {sequence}, from before its hello: ask anew")
         if sequence == self._last + 1:
-            self._last = sequence
+            self._last, self._lost = sequence, 0
             self._open.add(sequence)
             return Arrival.NEW
         if sequence > self._last:
-            raise QueueError(
-                f"requests of {self.sender} are numbered without a gap; after {self._last} came {sequence}: messages were lost on the way",
-                sender=self.sender,
-                sequence=sequence,
-            )
+            raise self._refusal(sequence, f"after {self._last} came {sequence}: messages were lost on the way, greet again")
         if sequence in self._open:
             return Arrival.WAITING
         if sequence in self._answers:
             return Arrival.REPEAT
-        raise QueueError(f"answers are kept for {REMEMBERED} requests; {self.sender} repeats number {sequence}", sender=self.sender)
+        raise self._refusal(sequence, f"it repeats {sequence}, which never came or is not among the last {REMEMBERED}: ask anew")
 
     def answer(self, sequence: int, frames: Sequence[Any]) -> None:
         """Keeps the answer to a request; of one with payload only that it was given, since a fetch may be done again."""
@@ -77,6 +77,12 @@ class Session:
         self._answers[sequence] = list(frames) if len(frames) == 1 else []
         while len(self._answers) > REMEMBERED:
             self._answers.popitem(last=False)
+
+    def _refusal(self, sequence: int, met: str) -> QueueError:
+        """More in a row than a client has on its way, each sent several times, are those of a stranger."""
+        self._lost += 1
+        kind = LostMessage if self._lost <= MAX_LOST else QueueError
+        return kind(f"requests of {self.sender} are numbered without a gap; {met}", sender=self.sender, sequence=sequence)
 
     def kept(self, sequence: int) -> list[Any]:
         """The answer that was given to a repeated request; empty if it had payload."""

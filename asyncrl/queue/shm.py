@@ -121,9 +121,10 @@ class SegmentKeeper:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._folder / name)
 
-    def sweep(self, keep: Collection[str]) -> list[str]:
-        """Removes every segment of the run that is not in ``keep``; returns their names."""
-        found = sorted(entry.name for entry in os.scandir(self._folder) if entry.name.startswith(self._prefix))
+    def sweep(self, keep: Collection[str], owner: str = "") -> list[str]:
+        """Removes every segment of the run, or of one ``owner``, that is not in ``keep``; returns their names."""
+        prefix = f"{self._prefix}{owner}." if owner else self._prefix
+        found = sorted(entry.name for entry in os.scandir(self._folder) if entry.name.startswith(prefix))
         gone = [name for name in found if name not in keep and self._pattern.fullmatch(name)]
         for name in gone:
             self.unlink(name)

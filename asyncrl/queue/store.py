@@ -61,6 +61,7 @@ class PayloadStore:
         self._released: defaultdict[str, list[str]] = defaultdict(list)
         self._freed: list[Place] = []
         self._at: defaultdict[str, set[int]] = defaultdict(set)
+        self._gone: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -131,7 +132,7 @@ class PayloadStore:
         if payload is None:
             return
         if payload.segment:
-            self._released[_owner(payload.segment)].append(payload.segment)
+            self._release(payload.segment)
         if payload.source:
             self._forget_source(ticket, _owner(payload.segment))
         if payload.place is None:
@@ -150,10 +151,31 @@ class PayloadStore:
         """Segments of a producer that it may write again."""
         return tuple(self._released.pop(owner, ()))
 
-    def owner_gone(self, owner: str) -> None:
-        """Nobody will write these segments again."""
-        for name in self._released.pop(owner, ()):
+    def owner_gone(self, owner: str, alone: bool) -> None:
+        """A producer is gone: its segments are removed, those of live groups once they are settled.
+
+        One that was merely slow is told of them when it speaks again, and gives them up.
+
+        Args:
+            alone: no other broker serves segments of this run, so that what lies in none of the groups here is nobody's.
+        """
+        for name in self._released.get(owner, ()):
             self._keeper.unlink(name)
+        live = {payload.segment for payload in self._payloads.values() if payload.segment and _owner(payload.segment) == owner}
+        if live:
+            self._gone.add(owner)
+        if alone:
+            self._keeper.sweep(live, owner)
+
+    def owner_new(self, owner: str, alone: bool) -> None:
+        """A new process has this name: the one before is gone, and what was removed may be named anew."""
+        self.owner_gone(owner, alone)
+        self._released.pop(owner, None)
+        self._gone.discard(owner)
+
+    def owner_here(self, owner: str) -> None:
+        """A producer speaks: segments go back to it again."""
+        self._gone.discard(owner)
 
     def release_freed(self) -> None:
         """Lets the log drop what was freed; call it when the ledger names those places no more."""
@@ -200,6 +222,12 @@ class PayloadStore:
             self._keeper.sweep(())
         if self.log is not None:
             self.log.close()
+
+    def _release(self, segment: str) -> None:
+        owner = _owner(segment)
+        self._released[owner].append(segment)
+        if owner in self._gone:
+            self._keeper.unlink(segment)
 
     def _from_log(self, ticket: int, place: Place) -> tuple[memoryview, ...]:
         """The payload in the log; nothing if it was lost there: the learner then gives its group back, and it is sampled again."""

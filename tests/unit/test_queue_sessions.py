@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from gate_setup import meta_of
 
-from asyncrl.errors import PeerTimeout, QueueError, SchemaError, UnknownSession, VersionError
+from asyncrl.errors import LostMessage, PeerTimeout, QueueError, SchemaError, UnknownSession, VersionError
 from asyncrl.queue.messages import PROTOCOL_VERSION, Commit, Done, Hello, Put, PutItem, Refused, Reply, Request, Role, StatusRequest
 from asyncrl.queue.records import Issue
 from asyncrl.queue.sessions import Arrival, Session, Sessions
@@ -26,7 +26,7 @@ def dialogue(limit: int = 1 << 20) -> Dialogue:
 def test_b56_a_gap_in_the_numbers_is_an_error_and_uses_up_no_number() -> None:
     session = Session("generator-0", b"a", HELLO, 0)
     assert session.arrive(1) is Arrival.NEW
-    with pytest.raises(QueueError, match="after 1 came 3: messages were lost"):
+    with pytest.raises(LostMessage, match="after 1 came 3: messages were lost"):
         session.arrive(3)
     assert session.arrive(2) is Arrival.NEW
 
@@ -52,8 +52,36 @@ def test_b56_only_so_many_answers_are_kept() -> None:
         session.arrive(number)
         session.answer(number, [b"x"])
     assert session.arrive(3) is Arrival.REPEAT
-    with pytest.raises(QueueError, match="repeats number 2"):
+    with pytest.raises(LostMessage, match="repeats 2, which"):
         session.arrive(2)
+
+
+def test_b56_a_hello_closes_a_gap_and_what_was_lost_before_it_is_asked_anew() -> None:
+    sessions = Sessions()
+    session = sessions.open(envelope(0), b"a", HELLO)
+    session.arrive(1)
+    for number in (3, 4):  # 2 was lost
+        with pytest.raises(LostMessage):
+            session.arrive(number)
+    assert sessions.greeted(envelope(5), b"a")
+    assert session.arrive(6) is Arrival.NEW
+    for number in (2, 3, 4):
+        with pytest.raises(LostMessage, match=f"repeats {number}, which never came .*: ask anew"):
+            session.arrive(number)
+    assert session.arrive(1) is Arrival.WAITING, "what had come is still answered"
+
+
+def test_more_numbers_beyond_a_gap_than_a_client_sends_are_a_strangers() -> None:
+    session = Session("generator-0", b"a", HELLO, 0)
+    kinds = []
+    for number in range(2, 2 + 258):
+        with pytest.raises(QueueError) as caught:
+            session.arrive(number)
+        kinds.append(type(caught.value))
+    assert kinds == [LostMessage] * 256 + [QueueError] * 2
+    session.arrive(1)
+    with pytest.raises(LostMessage):
+        session.arrive(3)
 
 
 def test_a_name_belongs_to_the_process_that_greeted_last() -> None:
