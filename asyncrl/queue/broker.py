@@ -42,6 +42,7 @@ from asyncrl.queue.messages import (
     ReplyBody,
     Request,
     TicketRequest,
+    Tickets,
 )
 from asyncrl.queue.puts import worth_saying
 from asyncrl.queue.service import Call, QueueService
@@ -236,7 +237,10 @@ class Broker:
             raise QueueError(f"a sender has the name of its key; {envelope.sender} came under the key of {holder or 'nobody'}")
 
     def _greet(self, envelope: Envelope, identity: bytes, hello: Hello, now_s: float) -> None:
-        if self._sessions.greeted(envelope, identity) and self._service.remembers(envelope.sender, hello.role):
+        session = self._sessions.greeted(envelope, identity)
+        if session is not None and self._service.remembers(envelope.sender, hello.role):
+            if session.greeted_again(envelope.sequence) is Arrival.NEW and hello.again:
+                self._service.greet_again(session, hello, now_s)
             self._reply(identity, [encode(Reply(sequence=envelope.sequence, body=self._service.welcome()))])
             return
         welcome = self._service.greet(envelope.sender, hello, now_s)
@@ -270,7 +274,8 @@ class Broker:
         except AsyncRLError as error:
             body = self._refusal(error, waiting.session.identity)
         reply = [encode(Reply(sequence=waiting.request.sequence, body=body)), *frames]
-        waiting.session.answer(waiting.request.sequence, reply)
+        granted = [(ticket.ticket, ticket.attempt) for ticket in body.tickets] if isinstance(body, Tickets) else []
+        waiting.session.answer(waiting.request.sequence, reply, granted)
         self._reply(waiting.session.identity, reply)
         return True
 

@@ -148,7 +148,7 @@ class Gate:
         held = set(holds)
         for record in self._book.held_by(producer):
             if (record.ticket, record.attempt) not in held:
-                self._book.fail(record, "the ticket was lost with the broker that gave it")
+                self._book.fail(record, "the ticket did not come to its producer")
         return True
 
     def heartbeat(self, producer: str, version: int, in_flight: dict[int, int], sampled_tokens: int, now_s: float) -> None:

@@ -117,7 +117,8 @@ class ProducerLink:
                     raise
                 except (UnknownSession, LostMessage):
                     async with self._greeting:
-                        if greeted == self._greeted:
+                        # tickets that came to nobody are issued again with a hello
+                        if greeted == self._greeted or isinstance(body, TicketRequest):
                             await self._hello(deadline_s - time.monotonic(), again=True)
 
     async def close(self) -> None:

@@ -99,6 +99,12 @@ class QueueService:
             self._told_to_advance = {name: v for name, v in self._told_to_advance.items() if name != sender and self.gate.fleet.knows(name)}
         return self.welcome()
 
+    def greet_again(self, session: Session, hello: m.Hello, now_s: float) -> None:
+        """A client lost messages and speaks on: tickets that it neither holds nor can still be told of are issued again."""
+        if session.role is m.Role.PRODUCER:
+            self.gate.hello_again(session.sender, (*hello.tickets, *session.granted()), now_s)
+            self._settle()
+
     def _greet_consumer(self, hello: m.Hello, now_s: float) -> None:
         self.gate.fence(hello.incarnation)
         if hello.restore is None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from asyncrl.errors import LostMessage, QueueError, UnknownSession
@@ -43,12 +43,16 @@ class Session:
         self.incarnation = hello.incarnation
         self._first = self._last = sequence
         self._answers: OrderedDict[int, list[Any]] = OrderedDict()
+        self._granted: dict[int, tuple[tuple[int, int], ...]] = {}
         self._open: set[int] = set()
         self._lost = 0
 
-    def greeted_again(self, sequence: int) -> None:
+    def greeted_again(self, sequence: int) -> Arrival:
         """The same process lost its welcome, or messages before, and said hello once more: its numbers go on from there."""
-        self._last = max(self._last, sequence)
+        if sequence <= self._last:
+            return Arrival.REPEAT
+        self._last = sequence
+        return Arrival.NEW
 
     def arrive(self, sequence: int) -> Arrival:
         """Takes note of a request's number.
@@ -71,12 +75,17 @@ class Session:
             return Arrival.REPEAT
         raise self._refusal(sequence, f"it repeats {sequence}, which never came or is not among the last {REMEMBERED}: ask anew")
 
-    def answer(self, sequence: int, frames: Sequence[Any]) -> None:
-        """Keeps the answer to a request; of one with payload only that it was given, since a fetch may be done again."""
+    def answer(self, sequence: int, frames: Sequence[Any], granted: Iterable[tuple[int, int]] = ()) -> None:
+        """Keeps an answer and the tickets that it grants; of one with payload only that it was given, since a fetch may be done again."""
         self._open.discard(sequence)
         self._answers[sequence] = list(frames) if len(frames) == 1 else []
+        self._granted[sequence] = tuple(granted)
         while len(self._answers) > REMEMBERED:
-            self._answers.popitem(last=False)
+            del self._granted[self._answers.popitem(last=False)[0]]
+
+    def granted(self) -> list[tuple[int, int]]:
+        """Tickets in the answers that are kept, with their attempts: they came, or come when the request is repeated."""
+        return [key for keys in self._granted.values() for key in keys]
 
     def _refusal(self, sequence: int, met: str) -> QueueError:
         """More in a row than a client has on its way, each sent several times, are those of a stranger."""
@@ -102,13 +111,10 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def greeted(self, envelope: Envelope, identity: bytes) -> bool:
-        """Whether this very process has said hello already."""
+    def greeted(self, envelope: Envelope, identity: bytes) -> Session | None:
+        """The session of this very process, if it has said hello already."""
         session = self._sessions.get(envelope.sender)
-        if session is None or session.identity != identity:
-            return False
-        session.greeted_again(envelope.sequence)
-        return True
+        return session if session is not None and session.identity == identity else None
 
     def open(self, envelope: Envelope, identity: bytes, hello: Hello) -> Session:
         """Begins a session; one of the same name ends."""

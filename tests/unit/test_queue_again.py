@@ -131,9 +131,10 @@ def test_b58_a_broker_that_was_started_again_still_knows_what_was_dropped_when_t
 def test_b56_a_second_hello_of_the_same_process_carries_its_numbers_on() -> None:
     sessions = Sessions()
     session = sessions.open(envelope(27), b"a", HELLO)
-    assert sessions.greeted(envelope(28), b"a") and not sessions.greeted(envelope(28), b"b")
+    assert sessions.greeted(envelope(28), b"a") is session and sessions.greeted(envelope(28), b"b") is None
+    assert session.greeted_again(28) is Arrival.NEW
     assert session.arrive(29) is Arrival.NEW
-    assert sessions.greeted(envelope(27), b"a")  # the first one once more
+    assert session.greeted_again(27) is Arrival.REPEAT  # the first one once more
     assert session.arrive(30) is Arrival.NEW
 
 

@@ -124,6 +124,35 @@ def test_b56_a_burst_beyond_a_gap_cuts_no_client_off_and_a_flood_does(tmp_path: 
     broker.run()
 
 
+def test_b56_tickets_of_an_answer_that_was_lost_and_forgotten_are_issued_again_and_no_others(tmp_path: Path) -> None:
+    broker = new_broker(run_in(tmp_path))
+    dialogue = Dialogue(endpoint="", run_id="r", sender="generator-0", max_message_bytes=1 << 20)
+
+    def say(body: m.RequestBody) -> Any:
+        sequence, frames = dialogue.request(body)
+        dialogue.sent(sequence)
+        broker.receive(b"generator-0.1", frames, 0.0)
+        ((_, (reply,)),) = broker._outbox
+        broker._outbox.clear()
+        return dialogue.reply([reply])[1]
+
+    request = m.TicketRequest(version=0, max_tickets=2, wait_s=0.0)
+    say(m.Hello(role=m.Role.PRODUCER))
+    held = [(ticket.ticket, ticket.attempt) for ticket in say(request).tickets]
+    lost = say(request).tickets
+    for _ in range(64):
+        say(m.Heartbeat(version=0, in_flight={}, sampled_tokens=0))
+    on_its_way = say(request).tickets
+    say(m.Hello(role=m.Role.PRODUCER, again=True, tickets=tuple(held)))
+    again = say(request).tickets
+    assert [(ticket.ticket, ticket.attempt) for ticket in again] == [(ticket.ticket, 1) for ticket in lost] == [(2, 1), (3, 1)]
+    for ticket in (*again, *on_its_way):
+        assert broker._service.gate.expects("generator-0", ticket.ticket, ticket.attempt)
+    assert all(broker._service.gate.expects("generator-0", *key) for key in held)
+    broker.ending = True
+    broker.run()
+
+
 def test_b56_tickets_granted_to_a_request_that_was_refused_first_reach_the_next_caller(tmp_path: Path) -> None:
     ticket = m.Ticket(
         ticket=0,

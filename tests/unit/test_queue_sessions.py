@@ -50,20 +50,20 @@ def test_b56_only_so_many_answers_are_kept() -> None:
     session = Session("generator-0", b"a", HELLO, 0)
     for number in range(1, 67):
         session.arrive(number)
-        session.answer(number, [b"x"])
+        session.answer(number, [b"x"], [(number, 0)])
     assert session.arrive(3) is Arrival.REPEAT
+    assert session.granted() == [(number, 0) for number in range(3, 67)]
     with pytest.raises(LostMessage, match="repeats 2, which"):
         session.arrive(2)
 
 
 def test_b56_a_hello_closes_a_gap_and_what_was_lost_before_it_is_asked_anew() -> None:
-    sessions = Sessions()
-    session = sessions.open(envelope(0), b"a", HELLO)
+    session = Session("generator-0", b"a", HELLO, 0)
     session.arrive(1)
     for number in (3, 4):  # 2 was lost
         with pytest.raises(LostMessage):
             session.arrive(number)
-    assert sessions.greeted(envelope(5), b"a")
+    assert session.greeted_again(5) is Arrival.NEW and session.greeted_again(5) is Arrival.REPEAT
     assert session.arrive(6) is Arrival.NEW
     for number in (2, 3, 4):
         with pytest.raises(LostMessage, match=f"repeats {number}, which never came .*: ask anew"):
