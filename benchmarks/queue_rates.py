@@ -38,7 +38,8 @@ TICKETS = 4
 CLIENTS = 2
 SIBLINGS = 8
 WAIT_S = 5.0
-WARM_STEPS = 4
+WARM_STEPS = 24
+"""By then producers have used up their credit, and go at the pace of the learner."""
 PAYLOAD = bytes(64)
 CHECKSUM = checksum([PAYLOAD])
 
@@ -66,7 +67,7 @@ def rate(num_producers: int, durability: str, seconds: float) -> tuple[float, fl
         DataError: no batch came.
     """
     with tempfile.TemporaryDirectory(prefix="asyncrl-bench-") as folder:
-        options = {"payload": "inline", "durability": durability, "max_queued_groups": 8192}
+        options = {"payload": "inline", "durability": durability}
         run_dir = new_run(Path(folder), GROUPS_PER_STEP, options)
         with broker(run_dir) as process, Consumer.connect(run_dir.read_config(), run_dir.read_facts(), "learner-0") as consumer:
             clients = _clients(run_dir, num_producers)

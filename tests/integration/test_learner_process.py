@@ -28,6 +28,7 @@ from asyncrl.learner.checkpoint import read_manifest
 from asyncrl.learner.export import export_checkpoint
 from asyncrl.queue.client import Observer, Producer
 from asyncrl.queue.messages import Ticket
+from asyncrl.queue.shm import SegmentKeeper
 from asyncrl.trajectory import Trajectory, TrajectoryGroup, VersionSpan
 
 pytestmark = pytest.mark.real
@@ -90,6 +91,7 @@ def running(run_dir: RunDir, ranks: int = 1) -> Iterator[dict[str, subprocess.Po
         for process in processes.values():
             process.kill()
             process.wait(10)
+        SegmentKeeper(run_dir.read_facts().run_id).sweep(())
 
 
 async def sample(run_dir: RunDir, ended: threading.Event) -> None:
