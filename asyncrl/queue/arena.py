@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import mmap
 import os
-import re
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.errors import QueueError
-from asyncrl.queue.shm import OPEN_FLAGS, SHM_FOLDER, Segment, name_pattern
+from asyncrl.queue.shm import OPEN_FLAGS, SHM_FOLDER, Segment, check_owner
 
 __all__ = ["Arena", "size_class"]
 
@@ -62,9 +61,7 @@ class Arena:
     """No address: payload is read where it lies."""
 
     def __init__(self, run_id: str, owner: str, limit_bytes: int, *, folder: Path = SHM_FOLDER) -> None:
-        name_pattern(run_id)
-        if not re.fullmatch(r"[\w-]+", owner, re.ASCII):
-            raise QueueError(f"the owner of segments has letters, digits, _ and -; met {owner!r}")
+        check_owner(run_id, owner)
         if not folder.is_dir():
             raise QueueError(f"payload in shared memory needs {folder}, which is missing on this host: use inline payload")
         self._prefix = f"asyncrl-{run_id}.q.{owner}."

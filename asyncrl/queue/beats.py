@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from asyncrl.errors import AsyncRLError, PeerTimeout
 from asyncrl.queue.messages import Done, Heartbeat
@@ -27,13 +27,11 @@ class Beats:
 
     Args:
         links: to the brokers.
-        recycle: is told the segments that an answer releases.
         patience_s: how long a round waits at most while some broker answers.
     """
 
-    def __init__(self, links: Sequence[ProducerLink], recycle: Callable[[Sequence[str]], None], patience_s: float) -> None:
+    def __init__(self, links: Sequence[ProducerLink], patience_s: float) -> None:
         self._links = links
-        self._recycle = recycle
         self._patience_s = patience_s
         self._due: dict[int, Heartbeat] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -85,7 +83,7 @@ class Beats:
     async def _tell(self, number: int) -> None:
         while (body := self._due.pop(number, None)) is not None:
             try:
-                done = await self._links[number].ask(Done, body)
+                await self._links[number].ask(Done, body)
             except PeerTimeout as error:
                 self.missed(number, error)
                 return
@@ -93,7 +91,6 @@ class Beats:
                 self._silent.pop(number, None)
                 raise
             self._silent.pop(number, None)
-            self._recycle(done.released)
 
     def _raise_refusal(self) -> None:
         """Forgets the tasks that ended, and raises the first error among them."""

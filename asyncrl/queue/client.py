@@ -59,7 +59,9 @@ class Producer:
     def __init__(self, links: Sequence[ProducerLink], arena: Arena | Shelf | None, dead_after_s: float) -> None:
         self._links = list(links)
         self._arena = arena
-        self._beats = Beats(self._links, self._recycle, dead_after_s / BEATS_IN_DEAD_AFTER)
+        for link in self._links:
+            link.on_released = self._recycle
+        self._beats = Beats(self._links, dead_after_s / BEATS_IN_DEAD_AFTER)
         self._next = 0
 
     @classmethod
@@ -189,7 +191,6 @@ class Producer:
         while True:
             frames = [frame for _, own in batch for frame in own]
             answer = await link.ask(Outcomes, Put(groups=tuple(item for item, _ in batch)), frames)
-            self._recycle(answer.released)
             held = next((outcome for outcome in answer.outcomes if outcome.startswith("held: ")), "")
             if not held:
                 return list(answer.outcomes)
@@ -233,7 +234,8 @@ def _new_arena(config: Config, facts: RunFacts, name: str) -> Arena | Shelf | No
         case "shm":
             return Arena(facts.run_id, name, limit_bytes)
         case "direct":
-            return Shelf(facts.run_id, name, facts.queue_endpoints[0], limit_bytes, keys=config.queue.keys)
+            max_frame_bytes = config.queue.max_message_mib << 20
+            return Shelf(facts.run_id, name, facts.queue_endpoints[0], limit_bytes, max_frame_bytes=max_frame_bytes, keys=config.queue.keys)
         case _:
             return None
 

@@ -29,7 +29,7 @@ from asyncrl.errors import QueueError
 from asyncrl.queue.curve import Guard, secure_server
 from asyncrl.queue.messages import PROTOCOL_VERSION, Pull, Pulled
 from asyncrl.queue.payload import checksum
-from asyncrl.queue.shm import Segment, name_pattern
+from asyncrl.queue.shm import Segment, check_owner
 
 __all__ = ["Shelf"]
 
@@ -49,7 +49,7 @@ class Shelf:
     Args:
         run_id, owner: parts of every name.
         broker: address of a broker of the run; the shelf listens beside it, or at the address from which this machine reaches it.
-        limit_bytes: kept together.
+        limit_bytes: kept together. max_frame_bytes: what consumers take.
         keys: folder of CURVE keys with that of ``owner``; empty: none.
 
     Attributes:
@@ -60,8 +60,11 @@ class Shelf:
         QueueError: the address cannot be bound. ConfigError: it can be reached from elsewhere and there are no keys, or bad ones.
     """
 
-    def __init__(self, run_id: str, owner: str, broker: str, limit_bytes: int, *, keys: str = "") -> None:
-        name_pattern(run_id)
+    def __init__(
+        self, run_id: str, owner: str, broker: str, limit_bytes: int, *, max_frame_bytes: int = FRAME_BYTES, keys: str = ""
+    ) -> None:
+        check_owner(run_id, owner)
+        self._frame_bytes = min(FRAME_BYTES, max_frame_bytes)
         self._run_id = run_id
         self._prefix = f"asyncrl-{run_id}.q.{owner}."
         self.limit_bytes = limit_bytes
@@ -89,7 +92,7 @@ class Shelf:
         Raises:
             QueueError: the shelf is full.
         """
-        pieces = [piece for frame in frames for piece in _cut(memoryview(frame).cast("B"))]
+        pieces = [piece for frame in frames for piece in _cut(memoryview(frame).cast("B"), self._frame_bytes)]
         length = sum(piece.nbytes for piece in pieces)
         name = f"{self._prefix}{next(self._numbers)}"
         with self._lock:
@@ -175,8 +178,8 @@ class Shelf:
         self._context.term()
 
 
-def _cut(frame: memoryview) -> list[memoryview]:
-    return [frame[start : start + FRAME_BYTES] for start in range(0, frame.nbytes, FRAME_BYTES)]
+def _cut(frame: memoryview, longest: int) -> list[memoryview]:
+    return [frame[start : start + longest] for start in range(0, frame.nbytes, longest)]
 
 
 def _beside(broker: str) -> str:

@@ -7,11 +7,10 @@ Source: design note, section 4.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from asyncrl.errors import AsyncRLError, QueueError, SchemaError
+from asyncrl.errors import AsyncRLError, ConfigError, QueueError, SchemaError
 from asyncrl.queue.messages import PayloadItem, Payloads
 from asyncrl.queue.payload import checksum
 from asyncrl.queue.puller import Puller
@@ -35,7 +34,7 @@ class PayloadReader:
 
     def reaches(self, announced: Payloads) -> bool:
         """Whether the files of the log that are named can be read here."""
-        return all(os.access(item.file, os.R_OK) for item in announced.groups if item.file)
+        return all(self._mappings.reaches(item.file) for item in announced.groups if item.file)
 
     def read(
         self, announced: Payloads, frames: Sequence[Any], expected: Mapping[int, GroupMeta]
@@ -45,6 +44,8 @@ class PayloadReader:
         Args:
             expected: metadata of the lease, by ticket.
         """
+        if self._puller is not None:
+            self._puller.begin()
         groups: dict[int, TrajectoryGroup] = {}
         damaged: list[tuple[int, int, str]] = []
         position = 0
@@ -54,6 +55,8 @@ class PayloadReader:
             meta = expected[item.ticket]
             try:
                 groups[item.ticket] = self._group(item, mine, meta)
+            except ConfigError:
+                raise
             except AsyncRLError as error:
                 damaged.append((item.ticket, meta.attempt, str(error)))
         return groups, damaged

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, LostMessage, UnknownSession, VersionError
 from asyncrl.queue.connection import FULL_PAUSE_S, START_TIMEOUT_S, dialogue_for, expect, no_answer, open_socket
-from asyncrl.queue.messages import Fail, Heartbeat, Hello, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
+from asyncrl.queue.messages import Done, Fail, Heartbeat, Hello, Outcomes, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
 from asyncrl.queue.wire import Dialogue
 
 __all__ = ["ProducerLink"]
@@ -40,6 +40,7 @@ class ProducerLink:
 
     Attributes:
         acknowledged: the newest version that the broker has heard from this process, -1 before the first.
+        on_released: is told names of payload that may be written again, out of whatever answer, also of one that nobody waits for.
     """
 
     def __init__(self, dialogue: Dialogue, incarnation: int, answer_s: float) -> None:
@@ -57,6 +58,8 @@ class ProducerLink:
         self._greeting = asyncio.Lock()
         self._greeted = 0
         self._version = self.acknowledged = -1
+        self.on_released: Callable[[Sequence[str]], None] = lambda names: None
+        self._released_in: OrderedDict[int, None] = OrderedDict()
         self._reader = asyncio.create_task(self._read(), name=f"queue replies of {dialogue.sender}")
 
     @classmethod
@@ -212,9 +215,20 @@ class ProducerLink:
         while len(self._held) > MAX_HELD:
             self._held.popitem(last=False)
 
+    def _release(self, sequence: int, names: Sequence[str]) -> None:
+        """Tells each name once: a repeated answer has it again."""
+        if sequence in self._released_in:
+            return
+        self._released_in[sequence] = None
+        if len(self._released_in) > MAX_HELD:
+            self._released_in.popitem(last=False)
+        self.on_released(names)
+
     def _settle(self, sequence: int, body: Any) -> None:
         if isinstance(body, Tickets):
             self._hold(body)
+        if isinstance(body, Done | Outcomes) and body.released:
+            self._release(sequence, body.released)
         if sequence in self._abandoned:
             self._abandoned.discard(sequence)
             if isinstance(body, Tickets):

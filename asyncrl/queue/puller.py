@@ -1,7 +1,7 @@
 """A consumer's way to payload that stayed with its producer; see :mod:`asyncrl.queue.direct`.
 
-Consumes names and addresses out of the broker's answers, produces frames; waits for a producer up to ``queue.dead_after_s``, and
-for one that let it wait in vain not again until as much time has passed.
+Consumes names and addresses out of the broker's answers, produces frames; waits for a producer up to ``queue.dead_after_s``, and for
+one that let it wait in vain not again within the same answer of the broker.
 
 Source: design note, section 4.
 """
@@ -23,6 +23,7 @@ from asyncrl.queue.messages import PROTOCOL_VERSION, PayloadItem, Pull, Pulled
 __all__ = ["Puller"]
 
 MAX_SOURCES = 256
+FULL_PAUSE_MS = 20
 _pulled = msgspec.msgpack.Decoder(Pulled)
 
 
@@ -39,19 +40,24 @@ class Puller:
         self._answer_s, self._max_frame_bytes = answer_s, max_frame_bytes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
-        self._silent: dict[str, float] = {}
+        self._silent: set[str] = set()
+
+    def begin(self) -> None:
+        """Another answer of the broker is read: whoever did not answer before is asked again."""
+        self._silent.clear()
 
     def pull(self, item: PayloadItem) -> list[Any]:
         """Frames of a payload; their checksum is not looked at.
 
         Raises:
             QueueError: the producer does not answer, or keeps no such payload. SchemaError: it has another length.
+            ConfigError: keys that cannot be used.
         """
-        if time.monotonic() < self._silent.get(item.source, 0.0):
+        if item.source in self._silent:
             raise QueueError(f"{item.source}, which keeps payload {item.segment}, has just not answered")
         answer = self._ask(item)
         if answer is None:
-            self._silent[item.source] = time.monotonic() + self._answer_s
+            self._silent.add(item.source)
             self._drop(item.source)
             raise QueueError(f"{item.source}, which keeps payload {item.segment}, did not answer within {self._answer_s:g} s: it is gone")
         found, frames = answer
@@ -70,25 +76,23 @@ class Puller:
     def _ask(self, item: PayloadItem) -> tuple[bool, list[Any]] | None:
         socket = self._socket(item)
         request = msgspec.msgpack.encode(Pull(protocol=PROTOCOL_VERSION, run_id=self._run_id, segment=item.segment))
-        deadline_s = time.monotonic() + self._answer_s
-        due_s = 0.0
-        while (now_s := time.monotonic()) < deadline_s:
-            if now_s >= due_s:
-                self._send(socket, request)
-                due_s = now_s + self._answer_s / 3
-            if not socket.poll(max(1, int((min(due_s, deadline_s) - now_s) * 1000))):
+        deadline_s, asked = time.monotonic() + self._answer_s, False
+        while (left_s := deadline_s - time.monotonic()) > 0.0:
+            asked = asked or self._send(socket, request)  # once: a payload that was asked for twice comes twice
+            if not socket.poll(max(1, int(left_s * 1000)) if asked else FULL_PAUSE_MS):
                 continue
             head, *frames = socket.recv_multipart(copy=False)
             answer = _decoded(head.buffer)
-            if answer is not None and answer.segment == item.segment:  # others answer what was asked twice
+            if answer is not None and answer.segment == item.segment:
                 return answer.found, [frame.buffer for frame in frames]
         return None
 
-    def _send(self, socket: zmq.Socket[bytes], request: bytes) -> None:
+    def _send(self, socket: zmq.Socket[bytes], request: bytes) -> bool:
         try:
             socket.send(request, flags=zmq.NOBLOCK)
         except zmq.Again:
-            return  # nobody is there: asked again, until the deadline
+            return False
+        return True
 
     def _socket(self, item: PayloadItem) -> zmq.Socket[bytes]:
         known = self._sockets.get(item.source)
@@ -101,7 +105,10 @@ class Puller:
         try:
             self._set(socket, item)
             socket.connect(item.source)
-        except (zmq.ZMQError, ConfigError) as error:
+        except ConfigError:  # no group can be had until that is mended
+            socket.close(linger=0)
+            raise
+        except zmq.ZMQError as error:
             socket.close(linger=0)
             raise QueueError(f"payload {item.segment} is kept at {item.source}, which cannot be asked: {error}") from error
         self._sockets[item.source] = socket

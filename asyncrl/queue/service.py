@@ -95,7 +95,6 @@ class QueueService:
                 self._store.owner_new(sender, self._alone)
             if not (hello.again and self.gate.hello_again(sender, hello.tickets, now_s)):
                 self.gate.hello(sender, now_s)
-                self.gate.lose(self._store.kept_by().get(sender, ()), "its producer was started anew")
             self._told_to_advance = {name: v for name, v in self._told_to_advance.items() if name != sender and self.gate.fleet.knows(name)}
         return self.welcome()
 
@@ -179,8 +178,8 @@ class QueueService:
         said = []
         for owner, tickets in self._store.kept_by().items():
             if not self.gate.fleet.knows(owner):
-                lost = self.gate.lose(tickets, f"it died with its producer {owner}")
-                said += [f"{lost} finished groups died with their producer {owner}: they are sampled again"] if lost else []
+                lost = self.gate.lose(tickets, f"it died with its producer {owner}".rstrip())
+                said += [f"{lost} finished groups died with their producers: they are sampled again"] if lost else []
         return said
 
     def commit(self) -> None:

@@ -157,6 +157,11 @@ def check_liveness(config: Config) -> None:
             "algorithm.no_signal=replace drops groups whose rewards are all equal, which a group of one always is; "
             f"met algorithm.group_size={config.algorithm.group_size}: set it to 2 or more, or algorithm.no_signal=keep"
         )
+    if config.queue.payload == "direct" and config.queue.schedule == "lockstep":
+        raise ConfigError(
+            "queue.payload=direct needs queue.schedule=async: what dies with its producer is sampled again, and in lockstep nobody may "
+            "have its version any more; set queue.payload=shm or inline"
+        )
     if config.queue.dead_after_s <= 2 * config.queue.heartbeat_s:
         raise ConfigError(
             f"queue.dead_after_s is more than twice queue.heartbeat_s, or the living are taken for dead; met "

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from asyncrl.errors import QueueError, SchemaError
 
-__all__ = ["OPEN_FLAGS", "SHM_FOLDER", "Mappings", "Segment", "SegmentKeeper", "name_pattern"]
+__all__ = ["OPEN_FLAGS", "SHM_FOLDER", "Mappings", "Segment", "SegmentKeeper", "check_owner", "name_pattern"]
 
 SHM_FOLDER = Path("/dev/shm")
 OPEN_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
@@ -70,6 +70,20 @@ class Mappings:
         file = Path(path)
         check_name(_LOG_FILE, file.name)
         return self._view(file, offset, length)
+
+    def reaches(self, path: str) -> bool:
+        """Whether a file can be opened here, and is of a kind and user that :meth:`view_file` takes."""
+        try:
+            handle = _open(Path(path))
+        except QueueError:
+            return False
+        try:
+            _checked(path, os.fstat(handle), 1)
+        except QueueError:
+            return False
+        finally:
+            os.close(handle)
+        return True
 
     def _view(self, path: Path, offset: int, length: int) -> memoryview:
         handle = _open(path)
@@ -140,6 +154,13 @@ def name_pattern(run_id: str) -> re.Pattern[str]:
     if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
         raise QueueError(f"a run id has letters, digits, _ and -; met {run_id!r}")
     return re.compile(rf"asyncrl-{re.escape(run_id)}\.q\.[\w-]+\.[0-9]+", re.ASCII)
+
+
+def check_owner(run_id: str, owner: str) -> None:
+    """Raises QueueError for a producer's name that cannot be part of a segment's name."""
+    name_pattern(run_id)
+    if not re.fullmatch(r"[\w-]+", owner, re.ASCII):
+        raise QueueError(f"the owner of segments has letters, digits, _ and -; met {owner!r}")
 
 
 def check_name(pattern: re.Pattern[str], name: str) -> None:

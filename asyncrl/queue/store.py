@@ -106,7 +106,7 @@ class PayloadStore:
             self._at[_owner(item.segment)].add(ticket)
 
     def kept_by(self) -> dict[str, tuple[int, ...]]:
-        """Tickets whose payload stayed with its producer, by the producer's name."""
+        """Tickets whose payload stayed with its producer, by the producer's name; under none those of a life that is over."""
         return {owner: tuple(tickets) for owner, tickets in self._at.items()}
 
     def refusal(self, num_bytes: int) -> str:
@@ -172,6 +172,8 @@ class PayloadStore:
         self.owner_gone(owner, alone)
         self._released.pop(owner, None)
         self._gone.discard(owner)
+        if owner in self._at:
+            self._at[""] |= self._at.pop(owner)
 
     def owner_here(self, owner: str) -> None:
         """A producer speaks: segments go back to it again."""
@@ -250,9 +252,10 @@ class PayloadStore:
         self._keeper.check_name(item.segment)
 
     def _forget_source(self, ticket: int, owner: str) -> None:
-        self._at[owner].discard(ticket)
-        if not self._at[owner]:
-            del self._at[owner]
+        for name in (owner, ""):
+            self._at[name].discard(ticket)
+            if not self._at[name]:
+                del self._at[name]
 
     def _there(self, payload: Payload) -> bool:
         try:

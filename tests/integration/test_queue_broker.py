@@ -157,6 +157,33 @@ def test_payload_goes_straight_from_producer_to_learner_and_dies_with_its_produc
         observer.close()
 
 
+def test_what_an_answer_releases_that_nobody_waits_for_is_released_all_the_same(tmp_path: Path) -> None:
+    queue = {"max_staleness": 4, "payload": "direct", "durability": "memory"}
+    run_dir = new_run(tmp_path, algorithm={"groups_per_step": 2}, queue=queue)
+
+    async def scene(consumer: Consumer) -> int:
+        producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-0")
+        tickets = (await producer.tickets(0, 3, wait_s=1.0)).tickets
+        await producer.put([group_for(ticket, 0) for ticket in tickets[:2]])
+        consumer.lease(0, wait_s=1.0)
+        consumer.commit(0)
+        put = asyncio.create_task(producer.put([group_for(tickets[2], 0)]))
+        await asyncio.sleep(0)  # it is sent
+        put.cancel()
+        await asyncio.wait([put])
+        await producer.heartbeat(0, {}, 0)
+        used = producer._arena.num_used
+        consumer.close()
+        await producer.close()
+        return used
+
+    with broker(run_dir):
+        consumer, observer = clients(run_dir)
+        assert asyncio.run(scene(consumer)) == 1
+        assert observer.status().queued_groups == 1
+        observer.close()
+
+
 def test_a_leased_group_whose_producer_is_gone_is_returned_and_sampled_again(tmp_path: Path) -> None:
     queue = {"max_staleness": 1, "dead_after_s": 1.0, "payload": "direct", "durability": "memory"}
     run_dir = new_run(tmp_path, algorithm={"groups_per_step": 3}, queue=queue)

@@ -10,8 +10,9 @@ import zmq
 from asyncrl.errors import ConfigError, QueueError, SchemaError
 from asyncrl.queue.direct import FRAME_BYTES, Shelf
 from asyncrl.queue.keys import make_keys
-from asyncrl.queue.messages import PROTOCOL_VERSION, PayloadItem, Pull
+from asyncrl.queue.messages import PROTOCOL_VERSION, PayloadItem, Payloads, Pull
 from asyncrl.queue.payload import checksum
+from asyncrl.queue.payload_reader import PayloadReader
 from asyncrl.queue.puller import Puller
 
 RUN = "run-1"
@@ -80,10 +81,50 @@ def test_a_dead_producer_is_waited_for_once_and_the_others_are_not_hurt(shelf, t
     with pytest.raises(QueueError, match="has just not answered"):
         puller.pull(item(dead, lost))
     assert puller.pull(item(shelf, shelf.write([b"alive"]))) == [b"alive"]
-    time.sleep(0.4)
-    with pytest.raises(QueueError, match="did not answer"):  # asked again after a while
+    puller.begin()
+    with pytest.raises(QueueError, match="did not answer"):  # asked again for the next answer of the broker
         puller.pull(item(dead, lost))
     puller.close()
+
+
+def test_a_payload_that_takes_long_is_asked_for_once(shelf, puller, monkeypatch):
+    asked = []
+
+    def slowly(self, identity, *frames, answer=Shelf._answer):
+        asked.append(frames)
+        time.sleep(0.8)
+        answer(self, identity, *frames)
+
+    monkeypatch.setattr(Shelf, "_answer", slowly)
+    assert puller.pull(item(shelf, shelf.write([b"slow"]))) == [b"slow"]
+    time.sleep(0.3)
+    assert len(asked) == 1
+
+
+def test_frames_are_no_longer_than_consumers_take(tmp_path):
+    shelf = Shelf(RUN, "generator-0", f"ipc://{tmp_path}/q", 64 << 20, max_frame_bytes=1 << 20)
+    puller = Puller(RUN, "learner-0", 2.0, 1 << 20)
+    assert [len(piece) for piece in puller.pull(item(shelf, shelf.write([bytes(5 << 19)])))] == [1 << 20, 1 << 20, 1 << 19]
+    puller.close()
+    shelf.close(unlink=True)
+
+
+def test_a_producer_whose_name_cannot_be_in_a_segment_s_name_is_refused_at_once(tmp_path):
+    with pytest.raises(QueueError, match=r"letters, digits, _ and -; met 'host1\.gen-0'"):
+        Shelf(RUN, "host1.gen-0", f"ipc://{tmp_path}/q", 1 << 20)
+
+
+def test_a_consumer_without_the_producer_s_key_is_told_so_and_books_no_damage(tmp_path):
+    make_keys(tmp_path / "keys", ["generator-0", "learner-0"])
+    keys = str(tmp_path / "keys")
+    shelf = Shelf(RUN, "generator-0", "tcp://127.0.0.1:5555", 1 << 20, keys=keys)
+    segment = shelf.write([b"abc"])
+    (tmp_path / "keys" / "generator-0.public").unlink()
+    reader = PayloadReader(RUN, Puller(RUN, "learner-0", 1.0, 1 << 20, keys=keys))
+    with pytest.raises(ConfigError, match=r"generator-0\.public"):
+        reader.read(Payloads(groups=(item(shelf, segment),)), [], {0: None})
+    reader.close()
+    shelf.close(unlink=True)
 
 
 def test_an_address_that_is_none_and_a_length_that_is_another_are_errors(shelf, puller):

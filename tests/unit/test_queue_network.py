@@ -10,6 +10,7 @@ from asyncrl.config.compose import compose
 from asyncrl.errors import ConfigError, UnsupportedError
 from asyncrl.launch.preflight import check_config, check_keys
 from asyncrl.queue.keys import make_keys
+from asyncrl.queue.settings import check_liveness
 
 FAR = ["queue.transport=tcp", "queue.host=192.0.2.7", "queue.payload=inline"]
 
@@ -34,6 +35,8 @@ def test_payload_that_stays_with_its_producer_needs_a_queue_without_a_log(tmp_pa
     with pytest.raises(ConfigError, match=r"a log keeps it at the broker; met queue\.durability=written"):
         compose(["queue.payload=direct"])
     compose([*FAR[:2], "queue.payload=direct", "queue.durability=memory", f"queue.keys={tmp_path}"])
+    with pytest.raises(ConfigError, match=r"queue\.payload=direct needs queue\.schedule=async"):
+        check_liveness(compose(["queue=lockstep", "queue.payload=direct", "queue.durability=memory"]))
 
 
 def test_training_stays_on_this_machine(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +149,7 @@ def test_groups_that_wait_die_with_their_producer_and_are_sampled_again(tmp_path
     elif death == "new life":
         service.greet("generator-0", m.Hello(role=m.Role.PRODUCER), 0.0)
     said = service.expire(0.1 if death != "silent" else 20.0)
-    if death != "new life":
-        assert "1 finished groups died with their producer generator-0: they are sampled again" in said
+    assert "1 finished groups died with their producers: they are sampled again" in said
     status = say(service, OBSERVER, m.StatusRequest()).status
     assert (status.queued_groups, status.leased, status.in_flight) == (0, 2, 3)
     service.commit()
@@ -159,6 +159,18 @@ def test_groups_that_wait_die_with_their_producer_and_are_sampled_again(tmp_path
     assert put_direct(service, again, 7) == "accepted"
     say(service, PRODUCER, m.Heartbeat(version=0, in_flight={}, sampled_tokens=0), now_s=20.0)
     assert service.expire(20.1) == []
+
+
+def test_groups_leased_when_their_producer_was_started_anew_are_not_leased_again_after_a_return(tmp_path: Path) -> None:
+    service = new_service(tmp_path, payload="direct")
+    for number, ticket in enumerate(tickets(service, 2)):
+        put_direct(service, ticket, number)
+    assert len(say(service, CONSUMER, m.LeaseRequest(step=0, incarnation=0, wait_s=0.0)).groups) == 2
+    service.greet("generator-0", m.Hello(role=m.Role.PRODUCER), 0.0)
+    say(service, CONSUMER, m.Return(step=0, incarnation=0))
+    service.expire(0.1)
+    status = say(service, OBSERVER, m.StatusRequest()).status
+    assert (status.queued_groups, status.leased, status.in_flight) == (0, 0, 2)
 
 
 def test_an_address_that_is_none_and_a_queue_with_a_log_refuse_payload_that_stays(tmp_path: Path) -> None:
@@ -188,6 +200,9 @@ def test_a_consumer_of_this_host_reads_the_files_of_the_log(tmp_path: Path) -> N
         file.write_bytes(content)
     groups, damaged = PayloadReader("r").read(answer[0], [], expected)
     assert sorted(groups) == [0] and damaged[0][:2] == (1, 0) and "xxh3-64" in damaged[0][2]
+    os.mkfifo(tmp_path / "segment-00000009.log")
+    pipe = msgspec.structs.replace(answer[0].groups[0], file=str(tmp_path / "segment-00000009.log"))
+    assert not reader.reaches(m.Payloads(groups=(pipe,)))
     elsewhere = msgspec.structs.replace(answer[0].groups[0], file="/nowhere/segment-00000000.log")
     assert not reader.reaches(m.Payloads(groups=(elsewhere,)))
     stranger = msgspec.structs.replace(answer[0].groups[0], file="/etc/passwd")
