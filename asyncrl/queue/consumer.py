@@ -161,6 +161,7 @@ class Consumer:
         Comes back early when a producer died, so that the caller can say who. ``ended``: no batch will come any more.
         Asking again gives the same batch until it is committed or returned.
         """
+        self._reader.forget_gone()
         if step != self._step:
             self._step, self._leases = step, {}
         if not any(lease.groups for lease in self._leases.values()):  # or the batch would grow that was formed without it
@@ -219,6 +220,7 @@ class Consumer:
             self._frontiers[shard] = answers[shard].frontier
             self._trained[shard].discard(step)
         self._leases = {}
+        self._reader.forget_gone()
         frontier = merge_frontiers([self._frontiers[shard] for shard in range(len(self._links))])
         return Committed(frontier=frontier, status=merged_status([answer.status for answer in answers.values()]))
 
@@ -238,6 +240,7 @@ class Consumer:
         for shard, link in enumerate(self._links):
             if shard not in self._dead:
                 link.checkpointed(oldest_step)
+        self._reader.forget_gone()
 
     def status(self) -> QueueStatus:
         """Counts of the moment, all living shards together."""

@@ -61,6 +61,10 @@ class PayloadReader:
                 damaged.append((item.ticket, meta.attempt, str(error)))
         return groups, damaged
 
+    def forget_gone(self) -> None:
+        """See :meth:`Mappings.forget_gone`."""
+        self._mappings.forget_gone()
+
     def close(self) -> None:
         """Forgets segments and producers."""
         self._mappings.close()

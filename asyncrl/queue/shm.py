@@ -99,6 +99,11 @@ class Mappings:
             self._known.popitem(last=False)  # unmapped when its last view goes
         return memoryview(known[1])[offset : offset + length]
 
+    def forget_gone(self) -> None:
+        """Forgets mappings of files that were removed: they hold disk or memory that nobody counts. Views that are held stay valid."""
+        for path in [path for path, (inode, _) in self._known.items() if not _is_at(path, inode)]:
+            del self._known[path]
+
     def close(self) -> None:
         """Forgets all mappings; views that are still held stay valid."""
         self._known.clear()
@@ -176,6 +181,13 @@ def _open(path: Path) -> int:
         raise QueueError(
             f"segment {path.name} cannot be opened in {path.parent} ({error.strerror}): its producer or a sweep removed it"
         ) from error
+
+
+def _is_at(path: str, inode: int) -> bool:
+    try:
+        return os.stat(path, follow_symlinks=False).st_ino == inode
+    except OSError:
+        return False
 
 
 def _checked(name: str, facts: os.stat_result, length: int) -> os.stat_result:

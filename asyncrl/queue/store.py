@@ -166,6 +166,7 @@ class PayloadStore:
             self._gone.add(owner)
         if alone:
             self._keeper.sweep(live, owner)
+        self._mappings.forget_gone()
 
     def owner_new(self, owner: str, alone: bool) -> None:
         """A new process has this name: the one before is gone, and what was removed may be named anew."""
@@ -230,6 +231,7 @@ class PayloadStore:
         self._released[owner].append(segment)
         if owner in self._gone:
             self._keeper.unlink(segment)
+            self._mappings.forget_gone()
 
     def _from_log(self, ticket: int, place: Place) -> tuple[memoryview, ...]:
         """The payload in the log; nothing if it was lost there: the learner then gives its group back, and it is sampled again."""

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import os
 import pickle
@@ -303,6 +304,79 @@ def test_on_a_full_disk_a_spare_file_can_be_written_and_no_new_one_is_kept(tmp_p
     assert log.check(*again) == ""
     with pytest.raises(DiskFull):
         put(log, 4, b"y" * 300)
+
+
+class SmallDisk:
+    """Tells the bytes that a log's files leave of a disk."""
+
+    def __init__(self, num_bytes):
+        self.num_bytes = num_bytes
+
+    def __call__(self, folder):
+        return self.num_bytes - sum(path.stat().st_size for path in folder.glob("*.log"))
+
+
+def filled(tmp_path, disk, *, size=300, **more):
+    """A log whose disk was filled with records of ``size`` bytes, all released."""
+    log = new_log(tmp_path, **{"segment_bytes": 700, "spare_segments": 4, "reserve_bytes": 0, "free_bytes": disk, **more})
+    claims = []
+    with contextlib.suppress(DiskFull):
+        while True:
+            claims.append(put(log, len(claims), b"x" * size))
+    for claim in claims:
+        log.release(claim[0])
+    return log
+
+
+def test_spare_files_make_way_for_a_record_that_the_disk_has_no_room_for(tmp_path):
+    log = filled(tmp_path, SmallDisk(3500))  # five files of 640 bytes, the active one dead as well
+    assert len(list((tmp_path / "log").glob("spare*"))) == 4
+    large = put(log, 9, b"y" * 2500)
+    assert log.check(*large) == "" and log.num_bytes == 2880 and files(tmp_path) == ["segment-00000005.log"]
+    with pytest.raises(DiskFull):
+        put(log, 10, b"z" * 1000)
+    log.release(large[0])
+    assert log.check(*put(log, 11, b"z" * 1000)) == "", "an active file without live payload holds no space either"
+
+
+def test_what_append_would_take_is_not_refused_and_what_is_refused_leaves_no_dead_file(tmp_path):
+    disk = SmallDisk(3500)
+    log = filled(tmp_path, disk)
+    disk.num_bytes = 0  # somebody else took what was left
+    log.check_room(300)
+    assert log.check(*put(log, 9, b"y" * 300)) == ""
+    with pytest.raises(DiskFull):
+        log.check_room(2500)
+    assert list((tmp_path / "log").glob("spare*")) == [] and len(files(tmp_path)) == 1
+    disk.num_bytes = 640 + 3000
+    log.check_room(2500)
+    assert log.check(*put(log, 10, b"y" * 2500)) == ""
+
+
+def test_a_spare_file_that_holds_the_record_is_written_before_files_make_way(tmp_path):
+    disk = SmallDisk(PLENTY)
+    log = new_log(tmp_path, segment_bytes=1000, spare_segments=4, reserve_bytes=0, free_bytes=disk)
+    spare, small, live = (put(log, ticket, b"x" * size) for ticket, size in ((0, 600), (1, 500), (2, 300)))
+    log.release(spare[0])
+    log.release(small[0])
+    disk.num_bytes = log.num_bytes
+    log.check_room(640)  # fits no rest of the active file, nor the file released last: 64 bytes are missing there
+    again = put(log, 3, b"y" * 580)
+    assert log.check(*again) == "" == log.check(*live) and log.num_bytes <= disk.num_bytes
+
+
+def test_files_that_can_go_make_way_where_a_quota_says_full(tmp_path, monkeypatch):
+    def over(fd, buffers, position):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    log = filled(tmp_path, disk := SmallDisk(3500))
+    disk.num_bytes = PLENTY
+    monkeypatch.setattr(os, "pwritev", over)
+    with pytest.raises(DiskFull):
+        put(log, 9, b"y" * 300)
+    assert log.num_bytes == 0 and log.num_segments == 0
+    monkeypatch.undo()
+    assert log.check(*put(log, 9, b"y" * 300)) == ""
 
 
 def test_files_larger_than_a_segment_are_written_anew_within_the_bytes_that_spares_may_have(tmp_path):

@@ -83,6 +83,22 @@ def test_a_producers_segments_go_with_it_and_those_of_live_groups_once_these_are
     assert os.listdir(shm) == [other.name]
 
 
+def test_a_broker_with_a_log_holds_no_memory_of_segments_that_it_removed(tmp_path: Path, shm: Path) -> None:
+    service = new_service(tmp_path, durability="written")
+    use(service, shm)
+    arena = arena_in(shm)
+    for ticket in tickets(service, 4):
+        assert put(service, arena, ticket).outcomes == ("accepted",)
+    train(service, 0)
+    mappings = service._store._mappings
+    assert len(mappings) == 4
+    gone(service, "told")  # two were free, two are in live groups
+    assert len(os.listdir(shm)) == 2 == len(mappings)
+    train(service, 1)
+    assert len(os.listdir(shm)) == 0 == len(mappings)
+    service.close()
+
+
 def test_a_producer_that_was_merely_slow_gives_up_what_was_removed_and_goes_on(service: QueueService, shm: Path) -> None:
     arena = arena_in(shm)
     written = [ticket for ticket in tickets(service, 5) if ticket.ticket != 3]

@@ -9,7 +9,10 @@ import pytest
 
 from asyncrl.errors import QueueError, SchemaError
 from asyncrl.queue.arena import Arena, size_class
+from asyncrl.queue.consumer import Consumer
+from asyncrl.queue.messages import Committed, Frontier, Lease, PayloadItem
 from asyncrl.queue.payload import checksum
+from asyncrl.queue.payload_reader import PayloadReader
 from asyncrl.queue.shm import Mappings, SegmentKeeper
 
 KIB = 1 << 10
@@ -111,6 +114,60 @@ def test_the_number_of_mappings_is_bounded_and_views_outlive_them(arena, tmp_pat
     views = [mappings.view(segment.name, 10) for segment in segments]
     assert len(mappings) == 2
     assert [view[0] for view in views] == [0, 1, 2, 3]
+
+
+def mapped_and_removed(folder):
+    return sum(str(folder) in line and "(deleted)" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_mappings_of_removed_files_are_forgotten_and_views_that_are_held_stay_valid(arena, tmp_path):
+    mappings = Mappings("run-1", folder=tmp_path)
+    held, dropped, replaced, kept = (arena.write([bytes([i]) * 100]) for i in range(4))
+    view = mappings.view(held.name, 100)
+    for segment in (dropped, replaced, kept):
+        mappings.view(segment.name, 100)
+    (tmp_path / "segment-00000000.log").write_bytes(b"log")
+    mappings.view_file(str(tmp_path / "segment-00000000.log"), 0, 3)
+    arena.close(unlink=False)  # or its own mappings would be counted
+    for name in (held.name, dropped.name, replaced.name, "segment-00000000.log"):
+        os.unlink(tmp_path / name)
+    (tmp_path / replaced.name).write_bytes(b"z" * 100)
+    assert mapped_and_removed(tmp_path) == 4
+    mappings.forget_gone()
+    assert len(mappings) == 1 and mapped_and_removed(tmp_path) == 1 and bytes(view) == bytes(100)
+    del view
+    assert mapped_and_removed(tmp_path) == 0
+    assert bytes(mappings.view(kept.name, 100)) == bytes([3]) * 100 and bytes(mappings.view(replaced.name, 100)) == b"z" * 100
+
+
+class NoBroker:
+    """Answers a consumer with nothing."""
+
+    frontier = Frontier(steps=0, low=0, settled_above=(), trained=0, dropped={})
+
+    def lease(self, step, wait_s, extra=0):
+        return Lease(step=step, groups=(), blocked="nothing is there")
+
+    def commit(self, step, priorities):
+        return Committed(frontier=self.frontier, status=None)
+
+    def checkpointed(self, oldest_step):
+        pass
+
+
+@pytest.mark.parametrize("method", ["lease", "commit", "checkpointed"])
+def test_a_consumer_holds_no_removed_file_of_the_log_beyond_its_next_word_with_the_broker(tmp_path, method):
+    reader = PayloadReader("run-1")
+    consumer = Consumer([NoBroker()], [1], reader)
+    path = tmp_path / "segment-00000000.log"
+    path.write_bytes(b"abc")
+    item = PayloadItem(ticket=0, checksum=checksum([b"abc"]), lengths=(3,), file=str(path))
+    assert bytes(reader.pieces(item, [])[0]) == b"abc"
+    path.unlink()
+    assert mapped_and_removed(tmp_path) == 1
+    arguments = {"lease": (0, 0.0), "commit": (0,), "checkpointed": (0,)}
+    getattr(consumer, method)(*arguments[method])
+    assert mapped_and_removed(tmp_path) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """The segment log: payload of finished groups, appended to files that go when nothing in them is needed any more.
 
 It consumes payload frames and produces places; it waits for the disk in :meth:`SegmentLog.append` and :meth:`SegmentLog.sync`
-alone. A full disk is an error before anything is written: the broker holds producers back until payload is released.
+alone. A full disk is an error before anything is written: the broker holds producers back until payload is released. Files that are
+kept to be written anew go before a record is refused for want of room.
 
 Source: design note, section 4, "Durability".
 """
@@ -14,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.errors import DataError, QueueError
-from asyncrl.queue.durable.disk import check_room, free_bytes_of, lock_folder, refusal, sync_folder
+from asyncrl.errors import DataError, DiskFull, QueueError
+from asyncrl.queue.durable.disk import check_room, free_bytes_of, lock_folder, refusal, says_full, sync_folder
 from asyncrl.queue.durable.place import Claim, Damaged, Place
 from asyncrl.queue.durable.record import FILE_HEADER_BYTES, RECORD_HEADER_BYTES, FileHeader, aligned
 from asyncrl.queue.durable.segment_file import SegmentFile, segment_numbers
@@ -105,21 +106,21 @@ class SegmentLog:
         self._check_usable()
         length = sum(memoryview(frame).nbytes for frame in frames)
         needed = RECORD_HEADER_BYTES + aligned(length)
-        growth = self._growth(needed)
-        if growth:
-            check_room(self.folder, self._free_bytes(self.folder), growth, self._reserve_bytes)
+        growth = self._make_room(needed)
         try:
             file = self._file_for(needed)
             self._dirty.add(file.number)
             place = file.append(ticket, attempt, frames, checksum)
         except OSError as error:
+            if says_full(error):  # a quota, of which the free bytes say nothing
+                self._give_all()
             raise refusal(self.folder, error, self._free_bytes(self.folder), growth) from error
         self._live.setdefault(place.segment, {})[place.offset] = place.length
         return place
 
     def check_room(self, num_bytes: int) -> None:
-        """Raises DiskFull if a payload of this size would not be taken now."""
-        check_room(self.folder, self._free_bytes(self.folder), RECORD_HEADER_BYTES + aligned(num_bytes), self._reserve_bytes)
+        """Raises DiskFull if :meth:`append` would not take a payload of this size now; as there, files that can go make room first."""
+        self._make_room(RECORD_HEADER_BYTES + aligned(num_bytes))
 
     def sync(self) -> None:
         """Waits until everything appended is on the disk; does nothing if it is.
@@ -243,9 +244,49 @@ class SegmentLog:
         return file
 
     def _remove(self, number: int) -> None:
+        self._retire(number, room=self._free_bytes(self.folder) >= self._reserve_bytes)
+
+    def _retire(self, number: int, room: bool) -> None:
         self._dirty.discard(number)
         self._mapped.pop(number, None)
-        self._spares.offer(self._files.pop(number), room=self._free_bytes(self.folder) >= self._reserve_bytes)
+        self._spares.offer(self._files.pop(number), room=room)
+
+    def _make_room(self, needed: int) -> int:
+        """The growth for a record of ``needed`` bytes, once the disk has room for it.
+
+        Raises:
+            DiskFull: it has none, and nothing is left that could go.
+        """
+        while growth := self._growth(needed):
+            try:
+                check_room(self.folder, self._free_bytes(self.folder), growth, self._reserve_bytes)
+                break
+            except DiskFull:
+                if not self._give_way(needed):
+                    raise
+        return growth
+
+    def _give_way(self, needed: int) -> bool:
+        """One step towards room for a record; false if there is none left to take."""
+        dead = self._active is not None and self._active.number not in self._live
+        if dead or self._spares.prefer(FILE_HEADER_BYTES + needed):  # a whole record in bytes that the disk has given before
+            self._end_active()
+            return True
+        return self._spares.drop()
+
+    def _give_all(self) -> None:
+        if self._active is not None and self._active.number not in self._live:
+            self._end_active()
+        while self._spares.drop():
+            pass
+
+    def _end_active(self) -> None:
+        """The next record goes to another file; the active one may be that, as a spare, if nothing in it is live."""
+        active, self._active = self._active, None
+        if active is not None:
+            active.seal()
+            if active.number not in self._live:
+                self._retire(active.number, room=True)
 
     def _fits(self, file: SegmentFile, needed: int) -> bool:
         return file.size == FILE_HEADER_BYTES or file.size + needed <= self._segment_bytes

@@ -35,6 +35,21 @@ class Spares:
         """The file released last, whose pages are most likely still in memory."""
         return self._files.pop() if self._files else None
 
+    def prefer(self, num_bytes: int) -> bool:
+        """Whether a file of so many bytes is there; :meth:`take` gives it next."""
+        large = [file for file in self._files if file.capacity >= num_bytes]
+        if large:
+            self._files.remove(large[-1])
+            self._files.append(large[-1])
+        return bool(large)
+
+    def drop(self) -> bool:
+        """Removes the oldest file, for its space; false if there is none."""
+        if self._files:
+            self._files.pop(0).unlink()
+            return True
+        return False
+
     def offer(self, file: SegmentFile, room: bool) -> None:
         """A file that is needed no more: it is kept, or removed if the disk has no ``room``, enough are kept or it is still being read."""
         wanted = room and len(self._files) < self._limit and self.num_bytes + file.capacity <= self._limit_bytes
