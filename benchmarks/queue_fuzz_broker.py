@@ -184,8 +184,10 @@ class BrokerTarget:
         """Whether the broker keeps its answer to this number of this session: then it says it again and counts nothing."""
         try:
             envelope = decode_envelope(frames[0])
-            decode_request(frames[0])  # what cannot be read is refused before its number is looked at
+            decode_request(frames[0])  # what cannot be read, or is for another queue, is refused before its number is looked at
         except (IndexError, SchemaError):
+            return False
+        if (envelope.protocol, envelope.run_id) != (m.PROTOCOL_VERSION, RUN_ID):
             return False
         session = self._broker._sessions._sessions.get(envelope.sender)
         return session is not None and session.identity == identity and bool(session._answers.get(envelope.sequence))

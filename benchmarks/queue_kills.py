@@ -70,7 +70,8 @@ class Nursery:
     """The process that forks the others; see :mod:`benchmarks.queue_kill_nursery`."""
 
     def __init__(self, logs: Path) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         command = [sys.executable, "-m", "benchmarks.queue_kill_nursery"]
         self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         self._logs = logs

@@ -130,6 +130,10 @@ class SegmentKeeper:
         finally:
             os.close(handle)
 
+    def is_name(self, name: str) -> bool:
+        """Whether a segment of this run can have the name."""
+        return bool(self._pattern.fullmatch(name))
+
     def check_name(self, name: str) -> None:
         """Raises SchemaError for a name that is none of this run's."""
         check_name(self._pattern, name)

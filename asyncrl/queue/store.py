@@ -144,7 +144,8 @@ class PayloadStore:
 
     def unkept(self, item: PutItem, sender: str) -> None:
         """A put that was not accepted: the sender may write its own segment again, unless the accepted attempt lies in it."""
-        if _owner(item.segment) == sender and all(payload.segment != item.segment for payload in self._payloads.values()):
+        own = self._keeper.is_name(item.segment) and _owner(item.segment) == sender
+        if own and all(payload.segment != item.segment for payload in self._payloads.values()):
             self._released[sender].append(item.segment)
 
     def take_released(self, owner: str) -> tuple[str, ...]:

@@ -185,3 +185,14 @@ def test_who_was_dead_when_the_broker_started_is_gone_for_it_too(tmp_path: Path,
     monkeypatch.setattr("asyncrl.queue.store.PayloadStore.owner_gone", lambda store, owner, alone: said.append((owner, alone)))
     new_service(tmp_path, durability="written").close()
     assert said[0] == ("generator-0", True)
+
+
+@pytest.mark.parametrize("how", ["told", "silent"])
+def test_a_name_that_no_segment_of_this_run_has_is_not_released_and_troubles_nobody_at_a_death(service: QueueService, how: str) -> None:
+    (ticket,) = tickets(service, 1)
+    say(service, PRODUCER, m.Fail(ticket=ticket.ticket, attempt=ticket.attempt, reason="hiccup"))
+    late = group_for(ticket)
+    for name in ("asyncrl-other.q.generator-0.7", "/etc/x.q.generator-0.7"):
+        item = m.PutItem(meta=late.meta(5), checksum=1, lengths=(5,), segment=name)
+        assert say(service, PRODUCER, m.Put(groups=(item,))).released == ()
+    gone(service, how)
