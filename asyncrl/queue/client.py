@@ -59,8 +59,9 @@ class Producer:
     def __init__(self, links: Sequence[ProducerLink], arena: Arena | Shelf | None, dead_after_s: float) -> None:
         self._links = list(links)
         self._arena = arena
-        for link in self._links:
-            link.on_released = self._recycle
+        if arena is not None:
+            for link in self._links:
+                link.on_released = arena.recycle  # not of self: an unclosed producer in a cycle of its own would block the collector
         self._beats = Beats(self._links, dead_after_s / BEATS_IN_DEAD_AFTER)
         self._next = 0
 
@@ -198,10 +199,6 @@ class Producer:
                 log.warning("%d groups wait here: %s", len(batch), held)
                 said = True
             await asyncio.sleep(HELD_PAUSE_S)
-
-    def _recycle(self, names: Sequence[str]) -> None:
-        if self._arena is not None:
-            self._arena.recycle(names)
 
     async def _in_turn(self, version: int, n: int, wait_s: float) -> list[Tickets]:
         """Answers of the shards, asked in turn: for a part each up to ``n``, or for a part of ``wait_s`` each up to the first ticket."""

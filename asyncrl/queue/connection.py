@@ -21,6 +21,7 @@ import zmq
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import AsyncRLError, ConfigError, LostMessage, PeerTimeout, SchemaError, UnknownSession
+from asyncrl.queue.contexts import end_context, hold_context
 from asyncrl.queue.curve import secure_client
 from asyncrl.queue.keys import SERVER_NAME
 from asyncrl.queue.ledger import EMPTY
@@ -111,7 +112,7 @@ class BlockingClient:
         self._answer_s = answer_s
         self.incarnation = incarnation
         self.frontier = EMPTY
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = hold_context(zmq.Context())
         self._socket = self._context.socket(zmq.DEALER)
         open_socket(self._socket, dialogue)
 
@@ -156,7 +157,7 @@ class BlockingClient:
     def close(self) -> None:
         """Closes the socket at once; every request has had its answer."""
         self._socket.close(linger=0)
-        self._context.term()
+        end_context(self._context)
 
     def __enter__(self) -> Self:
         return self

@@ -26,6 +26,7 @@ import zmq
 
 from asyncrl.config.network import check_exposure
 from asyncrl.errors import QueueError
+from asyncrl.queue.contexts import end_context, hold_context
 from asyncrl.queue.curve import Guard, secure_server
 from asyncrl.queue.messages import PROTOCOL_VERSION, Pull, Pulled
 from asyncrl.queue.payload import checksum
@@ -74,7 +75,7 @@ class Shelf:
         self._kept: dict[str, list[Any]] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = hold_context(zmq.Context())
         self._socket = self._context.socket(zmq.ROUTER)
         self._guard: Guard | None = None
         self.source = self._bind(_beside(broker), owner, keys)
@@ -175,7 +176,7 @@ class Shelf:
             self._socket.close(linger=0)
         else:
             self._guard.close()
-        self._context.term()
+        end_context(self._context)
 
 
 def _cut(frame: memoryview, longest: int) -> list[memoryview]:

@@ -24,6 +24,7 @@ from asyncrl.config import Config
 from asyncrl.config.run_dir import RunFacts
 from asyncrl.errors import AsyncRLError, LostMessage, UnknownSession, VersionError
 from asyncrl.queue.connection import FULL_PAUSE_S, START_TIMEOUT_S, dialogue_for, expect, no_answer, open_socket
+from asyncrl.queue.contexts import end_context, hold_context
 from asyncrl.queue.messages import Done, Fail, Heartbeat, Hello, Outcomes, Put, Refused, RequestBody, Role, TicketRequest, Tickets, Welcome
 from asyncrl.queue.wire import Dialogue
 
@@ -47,7 +48,7 @@ class ProducerLink:
         self._dialogue = dialogue
         self._incarnation = incarnation
         self._answer_s = answer_s
-        self._context = zmq.asyncio.Context()
+        self._context = hold_context(zmq.asyncio.Context())
         self._socket = self._context.socket(zmq.DEALER)
         open_socket(self._socket, dialogue)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
@@ -130,7 +131,7 @@ class ProducerLink:
         with contextlib.suppress(asyncio.CancelledError):
             await self._reader
         self._socket.close(linger=0)
-        self._context.term()
+        end_context(self._context)
 
     async def _hello(self, timeout_s: float, again: bool) -> None:
         body = Hello(role=Role.PRODUCER, incarnation=self._incarnation, again=again, tickets=tuple(self._held.items()))

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from asyncrl.errors import ConfigError, QueueError, SchemaError
+from asyncrl.queue.contexts import end_context, hold_context
 from asyncrl.queue.curve import secure_client
 from asyncrl.queue.messages import PROTOCOL_VERSION, PayloadItem, Pull, Pulled
 
@@ -38,7 +39,7 @@ class Puller:
     def __init__(self, run_id: str, name: str, answer_s: float, max_frame_bytes: int, *, keys: str = "") -> None:
         self._run_id, self._name, self._keys = run_id, name, keys
         self._answer_s, self._max_frame_bytes = answer_s, max_frame_bytes
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = hold_context(zmq.Context())
         self._sockets: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
         self._silent: set[str] = set()
 
@@ -71,7 +72,7 @@ class Puller:
         """Closes all connections."""
         for source in list(self._sockets):
             self._drop(source)
-        self._context.term()
+        end_context(self._context)
 
     def _ask(self, item: PayloadItem) -> tuple[bool, list[Any]] | None:
         socket = self._socket(item)

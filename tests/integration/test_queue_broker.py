@@ -136,6 +136,31 @@ asyncio.run(main())
 """
 
 
+FORGETFUL = """
+import asyncio, gc, sys
+from queue_run import RunDir
+from asyncrl.queue.client import Producer
+
+async def main(run_dir):
+    producer = await Producer.connect(run_dir.read_config(), run_dir.read_facts(), "generator-0")
+    await producer.heartbeat(0, {}, 0)
+
+for _ in range(3):
+    asyncio.run(main(RunDir(sys.argv[1])))
+    gc.collect()
+"""
+
+
+def test_producers_that_nobody_closed_are_collected_and_block_nothing(tmp_path: Path) -> None:
+    run_dir = new_run(tmp_path)
+    with broker(run_dir):
+        forgetful = python("-c", FORGETFUL, str(run_dir.path))
+        try:
+            assert forgetful.wait(timeout=30) == 0
+        finally:
+            kill(forgetful)
+
+
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
 def test_payload_goes_straight_from_producer_to_learner_and_dies_with_its_producer(tmp_path: Path, transport: str) -> None:
     queue = {"max_staleness": 1, "dead_after_s": 1.5, "payload": "direct", "durability": "memory", "transport": transport}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
 
 from asyncrl.errors import PeerTimeout, VersionError
+from asyncrl.queue.arena import Arena
 from asyncrl.queue.client import Observer, Producer
 from asyncrl.queue.messages import Done, ProducerGone, Stop, Ticket, Tickets
 
@@ -45,6 +48,22 @@ class Shard:
 def _ticket() -> Ticket:
     fields: dict[str, Any] = {"ticket": 0, "attempt": 0, "group_id": "g", "prompt_id": "p", "prompt": "", "is_chat": False}
     return Ticket(**fields, answer="", extra="", seed=0, deadline_s=1.0, not_before_version=0)
+
+
+def test_a_producer_that_nobody_closed_needs_no_collector() -> None:
+    async def scene() -> None:
+        shards: list[Any] = [Shard() for _ in range(2)]
+        producer = Producer(shards, Arena("r", "generator-0", 1 << 20), 9.0)
+        await producer.tickets(0, 1, 0.1)
+        gone = weakref.ref(producer)
+        gc.disable()
+        try:
+            del producer
+            assert gone() is None  # a socket and its context that are collected in the wrong order wait for each other
+        finally:
+            gc.enable()
+
+    asyncio.run(scene())
 
 
 def test_what_shards_grant_at_a_commit_reaches_the_caller() -> None:
