@@ -58,8 +58,8 @@ class TicketQueue(Protocol):
     async def heartbeat(self, version: int, in_flight: dict[int, int], sampled_tokens: int) -> None:
         """Says that this generator lives."""
 
-    async def settled(self) -> None:
-        """Waits until nobody needs payload that stayed here."""
+    async def settled(self, stall_s: float) -> None:
+        """Waits until nobody needs payload that stayed here; PeerTimeout when nothing was settled for so long."""
 
 
 class Rollout:
@@ -130,7 +130,7 @@ class Rollout:
                 self._running[asyncio.create_task(self._group(ticket), name=f"group {ticket.group_id}")] = ticket
             if reply.stopping:
                 log.info("the queue is stopping")
-                await self._queue.settled()
+                await self._queue.settled(self._config.launch.stall_timeout_s)
                 return
             if reply.advance:
                 await self._advance(version)

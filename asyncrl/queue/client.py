@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +36,7 @@ __all__ = ["Consumer", "Observer", "Producer"]
 log = logging.getLogger(__name__)
 HELD_PAUSE_S = 0.5
 SETTLED_PAUSE_S = 0.2
+SAY_EVERY_S = 10.0
 PUT_BYTES = 64 << 20
 BEATS_IN_DEAD_AFTER = 3
 
@@ -155,9 +157,24 @@ class Producer:
         if self._arena is not None:
             self._arena.close(unlink=False)
 
-    async def settled(self) -> None:
-        """Waits until this process need not live on for payload that stays with it (``queue.payload=direct``); heartbeats must go on."""
-        while isinstance(self._arena, Shelf) and self._arena.num_used:
+    async def settled(self, stall_s: float) -> None:
+        """Waits until this process need not live on for payload that stays with it (``queue.payload=direct``); heartbeats must go on.
+
+        Raises:
+            PeerTimeout: no group was settled for ``stall_s``.
+        """
+        shelf = self._arena if isinstance(self._arena, Shelf) else None
+        left, changed_s = 0, time.monotonic()
+        said_s = changed_s - SAY_EVERY_S
+        while shelf is not None and shelf.num_used:
+            now_s = time.monotonic()
+            if shelf.num_used != left:
+                left, changed_s = shelf.num_used, now_s
+            if now_s - changed_s > stall_s:
+                raise PeerTimeout(f"the learner commits or returns groups; {left} kept at {shelf.source} waited {stall_s:g} s for that")
+            if now_s - said_s >= SAY_EVERY_S:
+                said_s = now_s
+                log.info("waiting for the learner: %d groups are kept at %s until they are settled", left, shelf.source)
             await asyncio.sleep(SETTLED_PAUSE_S)
 
     def _item(self, group: TrajectoryGroup, link: ProducerLink) -> tuple[PutItem, list[Any]]:

@@ -46,7 +46,8 @@ class Queue:
     async def heartbeat(self, version, in_flight, sampled_tokens):
         self.beats.append((version, in_flight, sampled_tokens))
 
-    async def settled(self):
+    async def settled(self, stall_s):
+        assert stall_s == Config().launch.stall_timeout_s
         while len(self.beats) < self.settled_at_beat:
             await asyncio.sleep(0.01)
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from asyncrl.errors import PeerTimeout, VersionError
 from asyncrl.queue.arena import Arena
 from asyncrl.queue.client import Observer, Producer
+from asyncrl.queue.direct import Shelf
 from asyncrl.queue.messages import Done, ProducerGone, Stop, Ticket, Tickets
 
 
@@ -62,6 +64,24 @@ def test_a_producer_that_nobody_closed_needs_no_collector() -> None:
             assert gone() is None  # a socket and its context that are collected in the wrong order wait for each other
         finally:
             gc.enable()
+
+    asyncio.run(scene())
+
+
+def test_payload_that_nobody_settles_is_waited_for_no_longer_than_asked_for(tmp_path: Path) -> None:
+    async def scene() -> None:
+        shards: list[Any] = [Shard()]
+        shelf = Shelf("r", "generator-0", f"ipc://{tmp_path}/q", 1 << 20)
+        producer = Producer(shards, shelf, 9.0)
+        await producer.settled(0.1)  # nothing is kept
+        kept = shelf.write([b"abc"])
+        with pytest.raises(PeerTimeout, match=r"1 kept at ipc://.* waited 0\.3 s"):
+            await asyncio.wait_for(producer.settled(0.3), 5.0)
+        waiting = asyncio.create_task(producer.settled(30.0))
+        await asyncio.sleep(0)
+        shards[0].on_released([kept.name])
+        await asyncio.wait_for(waiting, 5.0)
+        await producer.close()
 
     asyncio.run(scene())
 
