@@ -9,7 +9,6 @@ Source: design note, section 4.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from asyncrl.queue.messages import Done, Fail, Heartbeat, Outcomes, ProducerGone
 from asyncrl.queue.observing import ObserverLink, merged_status
 from asyncrl.queue.payload import checksum, frame_lengths
 from asyncrl.queue.producer import ProducerLink
+from asyncrl.queue.wire import worth_saying
 from asyncrl.trajectory import GroupMeta, TrajectoryGroup, encode_group_frames
 
 __all__ = ["Consumer", "Observer", "Producer"]
@@ -65,7 +65,7 @@ class Producer:
             for link in self._links:
                 link.on_released = arena.recycle  # not of self: an unclosed producer in a cycle of its own would block the collector
         self._beats = Beats(self._links, dead_after_s / BEATS_IN_DEAD_AFTER)
-        self._next = 0
+        self._next = self._inline = 0
 
     @classmethod
     async def connect(cls, config: Config, facts: RunFacts, name: str, timeout_s: float = START_TIMEOUT_S) -> Producer:
@@ -184,10 +184,14 @@ class Producer:
     def _prepared(self, meta: GroupMeta, frames: Sequence[Any], link: ProducerLink) -> tuple[PutItem, list[Any]]:
         """What is sent for an encoded group."""
         if self._arena is not None:
-            with contextlib.suppress(QueueError):  # no room in shared memory, or on the shelf: it goes through the broker's socket
+            try:
                 segment = self._arena.write(frames)
                 lengths = (segment.length,)
                 return PutItem(meta=meta, checksum=segment.checksum, lengths=lengths, segment=segment.name, source=self._arena.source), []
+            except QueueError as error:  # no room in shared memory, or on the shelf
+                self._inline += 1
+                if worth_saying(self._inline):
+                    log.warning("goes through the broker's socket (%d groups so far): %s", self._inline, error)
         link.check_size(meta.payload_bytes)  # the log hands it out as one frame
         return PutItem(meta=meta, checksum=checksum(frames), lengths=frame_lengths(frames)), list(frames)
 
