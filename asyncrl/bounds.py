@@ -10,7 +10,6 @@ from typing import Annotated
 import msgspec
 
 __all__ = [
-    "MAX_ADDRESS",
     "MAX_COUNT",
     "MAX_TOTAL_TOKENS",
     "Address",

@@ -44,11 +44,10 @@ from asyncrl.queue.messages import (
     TicketRequest,
     Tickets,
 )
-from asyncrl.queue.puts import worth_saying
 from asyncrl.queue.service import Call, QueueService
 from asyncrl.queue.sessions import Arrival, Session, Sessions
 from asyncrl.queue.waiting import Waiting, WaitingRoom
-from asyncrl.queue.wire import Envelope, decode_envelope, decode_request, encode
+from asyncrl.queue.wire import Envelope, decode_envelope, decode_request, encode, worth_saying
 
 __all__ = ["Broker"]
 

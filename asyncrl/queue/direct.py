@@ -10,6 +10,7 @@ Source: design note, section 4.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import secrets
@@ -31,6 +32,7 @@ from asyncrl.queue.curve import Guard, secure_server
 from asyncrl.queue.messages import PROTOCOL_VERSION, Pull, Pulled
 from asyncrl.queue.payload import checksum
 from asyncrl.queue.shm import Segment, check_owner
+from asyncrl.queue.wire import worth_saying
 
 __all__ = ["Shelf"]
 
@@ -55,7 +57,7 @@ class Shelf:
 
     Attributes:
         source: the address at which it hands out.
-        refused: requests that were none.
+        refused: requests that were none, by reason; the log tells of them.
 
     Raises:
         QueueError: the address cannot be bound. ConfigError: it can be reached from elsewhere and there are no keys, or bad ones.
@@ -129,17 +131,16 @@ class Shelf:
             (zmq.IPV6, int("[" in address)),
         ):
             self._socket.setsockopt(name, value)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._end)
             check_exposure(address, keys)
             if keys:
                 self._guard = secure_server(self._socket, self._context, Path(keys), owner)
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._end()
-            raise QueueError(f"a producer hands out its payload at {address}, which cannot be bound: {error}") from error
-        except Exception:  # whatever is wrong with keys or address, no socket stays
-            self._end()
-            raise
+            try:
+                self._socket.bind(address)
+            except zmq.ZMQError as error:
+                raise QueueError(f"a producer hands out its payload at {address}, which cannot be bound: {error}") from error
+            undo.pop_all()
         return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
     def _serve(self) -> None:
@@ -158,10 +159,10 @@ class Shelf:
         try:
             request = _pull.decode(frames[0] if frames else b"")
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.refused["not a request"] += 1
+            self._refuse("not a request")
             return
         if (request.protocol, request.run_id) != (PROTOCOL_VERSION, self._run_id):
-            self.refused["another run or protocol"] += 1
+            self._refuse("another run or protocol")
             return
         with self._lock:
             pieces = list(self._kept.get(request.segment, ()))
@@ -170,6 +171,11 @@ class Shelf:
             self._socket.send_multipart([identity, head, *pieces], flags=zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:  # it went away, or does not read: it asks again if it still wants it
             log.debug("a consumer took no answer: %s", error)
+
+    def _refuse(self, reason: str) -> None:
+        number = self.refused[reason] = self.refused[reason] + 1
+        if worth_saying(number):
+            log.warning("refused at %s (%s, %d so far)", self.source, reason, number)
 
     def _end(self) -> None:
         if self._guard is None:

@@ -17,25 +17,15 @@ from asyncrl.errors import AsyncRLError, DiskFull, QueueError, SchemaError
 from asyncrl.queue.gate import Gate
 from asyncrl.queue.messages import Put, PutItem
 from asyncrl.queue.store import PayloadStore
+from asyncrl.queue.wire import worth_saying
 from asyncrl.trajectory import MAX_TOKENS, GroupMeta
 from asyncrl.trajectory_frames import MAX_SIBLINGS
 
-__all__ = ["Puts", "check_frames", "check_meta", "worth_saying"]
+__all__ = ["Puts", "check_frames", "check_meta"]
 
 log = logging.getLogger(__name__)
 MAX_FRAMES = 2 * MAX_SIBLINGS + 16
 MAX_GROUPS = 256
-SAY_FIRST = 8
-
-
-def worth_saying(number: int) -> bool:
-    """Whether the log tells of the n-th refusal of a kind: the first few, then each power of two, so that no sender can fill a disk.
-
-    Example:
-        >>> [n for n in range(1, 40) if worth_saying(n)]
-        [1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
-    """
-    return number <= SAY_FIRST or not number & (number - 1)
 
 
 class Puts:

@@ -251,7 +251,9 @@ class PayloadStore:
 
     def _check_source(self, item: PutItem) -> None:
         if self.log is not None:
-            raise SchemaError(f"a queue with a log takes the payload itself; met one that stays at {item.source}: set queue.payload")
+            raise SchemaError(
+                f"a queue with a log takes the payload itself; met one that stays at {item.source}: set queue.payload=inline or shm"
+            )
         self._keeper.check_name(item.segment)
 
     def _forget_source(self, ticket: int, owner: str) -> None:

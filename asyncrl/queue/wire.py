@@ -18,9 +18,10 @@ from asyncrl.bounds import Count
 from asyncrl.errors import AsyncRLError, QueueError, SchemaError
 from asyncrl.queue.messages import PROTOCOL_VERSION, Refused, Reply, ReplyBody, Request, RequestBody
 
-__all__ = ["MAX_HEADER_BYTES", "Dialogue", "Envelope", "decode_envelope", "decode_request", "encode"]
+__all__ = ["MAX_HEADER_BYTES", "Dialogue", "Envelope", "decode_envelope", "decode_request", "encode", "worth_saying"]
 
 MAX_HEADER_BYTES = 16 << 20
+SAY_FIRST = 8
 
 _encoder = msgspec.msgpack.Encoder()
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -68,6 +69,16 @@ def decode_request(frame: Any) -> Request:
         return _request_decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SchemaError(f"the body is one of the queue's requests; met {error}") from error
+
+
+def worth_saying(number: int) -> bool:
+    """Whether the log tells of the n-th refusal of a kind: the first few, then each power of two, so that no sender can fill a disk.
+
+    Example:
+        >>> [n for n in range(1, 40) if worth_saying(n)]
+        [1, 2, 3, 4, 5, 6, 7, 8, 16, 32]
+    """
+    return number <= SAY_FIRST or not number & (number - 1)
 
 
 class Dialogue:
