@@ -18,9 +18,9 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from asyncrl.errors import AsyncRLError, UnsupportedError
+from benchmarks.children import child_environment
 from benchmarks.cpu import MARK, marked_cpu_s
 from benchmarks.groups import NUM_TRAJECTORIES
 
@@ -66,9 +66,7 @@ def run_cell(name: str, trajectory_mb: float, rounds: int, *, timeout_s: float =
     Raises:
         AsyncRLError: it failed; the message has the end of what it wrote.
     """
-    environment = {**os.environ, MARK: uuid.uuid4().hex, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    root = str(Path(__file__).parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH", "")]))
+    environment = child_environment(**{MARK: uuid.uuid4().hex, "RAY_USAGE_STATS_ENABLED": "0"})
     command = [sys.executable, "-m", "benchmarks.cells", name, str(trajectory_mb), str(rounds)]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False)

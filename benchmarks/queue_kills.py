@@ -31,6 +31,7 @@ from asyncrl.errors import AsyncRLError
 from asyncrl.queue.client import Observer
 from asyncrl.queue.messages import QueueStatus
 from asyncrl.queue.shm import SegmentKeeper
+from benchmarks.children import child_environment
 from benchmarks.queue_kill_checks import Tally, check
 
 __all__ = ["MODES", "KillRun", "main", "new_kill_run"]
@@ -70,10 +71,8 @@ class Nursery:
     """The process that forks the others; see :mod:`benchmarks.queue_kill_nursery`."""
 
     def __init__(self, logs: Path) -> None:
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         command = [sys.executable, "-m", "benchmarks.queue_kill_nursery"]
-        self._process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+        self._process = subprocess.Popen(command, env=child_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
         self._logs = logs
         self._buffer = b""
         self._dead: dict[int, int] = {}
