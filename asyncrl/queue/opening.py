@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ SEGMENT_BYTES = 64 << 20
 SPARE_PARTS = 4
 """Of the log, one in so many bytes may be in files that wait to be written anew."""
 RETRY_S = 1.0
+SAY_EVERY_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,14 +89,15 @@ def open_queue(run_dir: RunDir, config: Config, facts: RunFacts, settings: GateS
 
 def when_there_is_room(opening: Callable[[], Opened]) -> Opened:
     """What ``opening`` gives, tried anew for as long as a full disk refuses it; the clients wait meanwhile."""
-    held = False
+    held, said_s = False, -math.inf
     while True:
         try:
             opened = opening()
         except OSError as error:
             if not says_full(error):
                 raise
-            if not held:
+            if time.monotonic() - said_s >= SAY_EVERY_S:
+                said_s = time.monotonic()
                 log.error("every client is held back until the queue can be opened: %s", error)
             held = True
             time.sleep(RETRY_S)
