@@ -55,7 +55,7 @@ def test_three_updates_in_a_row_land_in_mid_generation_and_each_segment_matches_
 
 def test_cuts_under_pause_give_the_same_spans_as_the_engine_itself(rig):
     if rig.engine._api.name != "exact":
-        pytest.skip("this vLLM reports no versions to compare with")
+        pytest.skip("this vLLM reports no versions to compare with")  # 0.25 on the GPU host; the pinned one on a CPU reports them
     first = next_version(rig)
     rig.run(rig.update(first))
     exact, both = rig.engine._api, []

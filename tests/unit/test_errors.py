@@ -1,4 +1,4 @@
-import pickle
+import pickle  # as Ray carries an error from a process to the driver
 
 import pytest
 

@@ -38,7 +38,7 @@ class Changed(FakeVllm):
     """Changes every answer before it goes out."""
 
     def change(self, output):
-        raise NotImplementedError
+        raise NotImplementedError  # each test says how its engine lies
 
     async def generate(self, prompt, parameters, request_id):
         async for output in super().generate(prompt, parameters, request_id):

@@ -7,6 +7,7 @@ import gc
 import itertools
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,3 +282,20 @@ def test_what_an_observer_says_reaches_the_shards_behind_a_silent_one() -> None:
     with pytest.raises(PeerTimeout):
         observer.stop()
     assert ears[1].heard == [ProducerGone(name="generator-0"), Stop(exit=False)]
+
+
+def test_a_group_that_finds_no_room_goes_through_the_socket_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    class Link(Shard):
+        def check_size(self, num_bytes: int) -> None:
+            assert num_bytes == 5
+
+    async def scene() -> None:
+        link: Any = Link()
+        producer = Producer([link], Arena("r", "generator-0", 4096), 9.0)
+        meta: Any = SimpleNamespace(payload_bytes=5)
+        item, frames = producer._prepared(meta, [b"x" * 5000], link)
+        assert item.segment == "" and len(frames) == 1
+        assert "goes through the broker's socket (1 groups so far): shared memory of this producer is limited to 4096 bytes" in caplog.text
+        await producer.close()
+
+    asyncio.run(scene())

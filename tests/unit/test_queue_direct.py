@@ -136,7 +136,7 @@ def test_an_address_that_is_none_and_a_length_that_is_another_are_errors(shelf, 
         puller.pull(item(shelf, segment, lengths=(5,)))
 
 
-def test_strangers_are_counted_and_get_nothing(shelf, puller):
+def test_strangers_are_counted_and_get_nothing(shelf, puller, caplog):
     segment = shelf.write([b"secret"])
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
@@ -150,6 +150,7 @@ def test_strangers_are_counted_and_get_nothing(shelf, puller):
     assert puller.pull(item(shelf, segment)) == [b"secret"]
     assert stranger.poll(100) == 0
     assert shelf.refused == {"not a request": 4, "another run or protocol": 2}
+    assert f"refused at {shelf.source} (another run or protocol, 2 so far)" in caplog.messages
     stranger.close()
     context.term()
 

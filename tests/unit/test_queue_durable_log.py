@@ -1,7 +1,7 @@
 import contextlib
 import errno
 import os
-import pickle
+import pickle  # as Ray carries an error from a process to the driver
 
 import numpy as np
 import pyarrow as pa
