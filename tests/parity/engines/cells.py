@@ -1,0 +1,47 @@
+"""The cells: every layout that an engine claims, with the options that ask for it. Another engine adds one tuple."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["CELLS", "Cell"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One layout of one engine on one tiny model.
+
+    Attributes:
+        backend: the engine's name in the registry; name: of the layout, unique within the backend.
+        ranks: processes; replicas: how many of them get rows of their own, which the engine has to say itself.
+        model: family of :mod:`engines.models`; learner: options beyond the common ones.
+    """
+
+    backend: str
+    name: str
+    ranks: int
+    replicas: int
+    model: str = "qwen3"
+    learner: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.backend} {self.name}"
+
+
+_FSDP2 = (
+    Cell(backend="fsdp2", name="one rank", ranks=1, replicas=1),
+    Cell(backend="fsdp2", name="DP2", ranks=2, replicas=2, model="qwen3 tied"),
+    Cell(backend="fsdp2", name="DP4", ranks=4, replicas=4, model="llama"),
+    Cell(
+        backend="fsdp2",
+        name="activation checkpointing",
+        ranks=2,
+        replicas=2,
+        learner={"activation_checkpointing": True, "logits_chunk_tokens": 7},
+    ),
+    Cell(backend="fsdp2", name="eager attention", ranks=1, replicas=1, learner={"attention": "eager"}),
+)
+
+CELLS: tuple[Cell, ...] = _FSDP2
