@@ -100,6 +100,11 @@ class Engine(abc.ABC):
     def is_mp_source(self) -> bool:
         """Whether this rank fetches rows for its replica and returns results."""
 
+    @property
+    @abc.abstractmethod
+    def model_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks of this replica, which train the same rows; None where a replica is one rank."""
+
     @abc.abstractmethod
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors under Hugging Face names in the compute dtype, tied ones once; every rank must drain it."""
