@@ -44,7 +44,7 @@ def refuse_windows(config: Any, cap_tokens: int) -> None:
     window = getattr(config, "sliding_window", None)
     if slides and window and window < cap_tokens:
         raise UnsupportedError(
-            f"attention reaches over learner.micro_batch_tokens = {cap_tokens} tokens; {config.model_type} has a sliding window of {window} "
+            f"attention reaches over learner.micro_batch_tokens = {cap_tokens} tokens; {config.model_type} slides over {window} "
             f"tokens: set learner.micro_batch_tokens to at most {window}"
         )
 

@@ -113,7 +113,7 @@ def test_layers_and_ties_are_found_by_what_the_model_declares(tmp_path: Path):
 def test_a_sliding_window_shorter_than_a_pack_is_refused_and_one_that_is_off_is_not():
     from transformers import MistralConfig, Qwen2Config
 
-    with pytest.raises(UnsupportedError, match="sliding window of 64 tokens"):
+    with pytest.raises(UnsupportedError, match="slides over 64 tokens"):
         refuse_windows(MistralConfig(sliding_window=64), 65)
     refuse_windows(MistralConfig(sliding_window=64), 64)
     refuse_windows(MistralConfig(sliding_window=None), 65)
