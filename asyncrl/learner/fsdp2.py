@@ -18,13 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.refusals import CONTEXT_PARALLEL, EXPERT_PARALLEL, PIPELINE_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
-from asyncrl.learner.engine import Engine, EngineRegistry, EngineSpec, StepAbandoned
+from asyncrl.learner.capabilities import Capabilities
+from asyncrl.learner.engine import Engine, EngineSpec, StepAbandoned
 from asyncrl.learner.fsdp2_state import EngineState, load_state, save_state
 from asyncrl.learner.hf_model import check_exact, layers_of, load_model, probe_of, refuse_windows, ties_of
 from asyncrl.learner.layout import layout_of
 from asyncrl.learner.optimizer import clip_gradients, learning_rate, local, new_optimizer
 from asyncrl.learner.packing import filler, pack, scatter
+from asyncrl.learner.registry import EngineRegistry
 from asyncrl.learner.scoring import Scorer
 from asyncrl.learner.tensor_parallel import use_tensor_parallel
 from asyncrl.learner.ulysses import use_ulysses
@@ -40,8 +43,14 @@ class FSDP2Engine(Engine):
         spec: model folder, compute dtype (``float32`` or ``bfloat16``), device, learner options.
     """
 
+    capabilities = Capabilities(
+        models="any Hugging Face causal language model that declares its decoder layers and on which packing is exact",
+        layouts=("data parallel",),
+        refused=(PIPELINE_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
+    )
+
     def __init__(self, spec: EngineSpec) -> None:
-        self.spec = spec
+        super().__init__(spec)
         self.device = torch.device(spec.device if spec.device == "cpu" else f"cuda:{torch.cuda.current_device()}")
         self.dtype = getattr(torch, spec.dtype)
         self.optimizer_steps = 0
