@@ -6,6 +6,7 @@ asyncrl resume RUN [launch.steps=200]               continue from the newest che
 asyncrl export RUN DIR                              write a Hugging Face folder
 asyncrl eval MODEL task=sums …                      score a held-out set greedily
 asyncrl config [GROUP]                              list options: meaning, unit, default, range
+asyncrl engines [--json]                            what trains here: engines, layouts, what is refused
 asyncrl keys DIR NAME…                              make CURVE keys for a queue that other machines reach
 asyncrl queue ls|show|verify|tail RUN               look into the queue of a run, live or dead
 asyncrl queue serve DIR [name=value …]              a queue by itself, for trainers of your own
@@ -60,6 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="list every option")
     config.add_argument("group", nargs="?", default="", metavar="GROUP")
     config.set_defaults(command=_config)
+    engines = commands.add_parser("engines", help="list training engines as they are here, and what is refused")
+    engines.add_argument("--json", action="store_true", help="print JSON")
+    engines.set_defaults(command=_engines)
     add_commands(commands)
     bench = commands.add_parser("bench", help="measure against a floor and against peers")
     bench.add_argument("name", choices=["queue"])
@@ -119,6 +123,16 @@ def _config(options: argparse.Namespace) -> int:
     from asyncrl.config.listing import listing
 
     print(listing(options.group), end="")
+    return 0
+
+
+def _engines(options: argparse.Namespace) -> int:
+    import json
+
+    from asyncrl.learner.matrix import as_json, as_text, engine_rows
+
+    rows = engine_rows()
+    print(json.dumps(as_json(rows), indent=1) if options.json else as_text(rows).rstrip())
     return 0
 
 

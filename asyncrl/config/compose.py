@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from asyncrl.config.effects import check_effects
 from asyncrl.config.names import check_name
 from asyncrl.config.network import check_network
+from asyncrl.config.refusals import check_values, refuse_value
 from asyncrl.config.schema import Config
 from asyncrl.errors import ConfigError
 
@@ -88,8 +89,10 @@ def validate(values: Any) -> Config:
     """Checks types and ranges.
 
     Raises:
+        UnsupportedError: a value that is refused on purpose.
         ConfigError: one line for each option that is wrong: name, rule, value met.
     """
+    check_values(values)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -133,6 +136,7 @@ def _check_overrides(overrides: Sequence[str]) -> tuple[list[str], dict[str, str
             raise ConfigError(f"an option is written name=value; met {text!r}")
         if name in groups:
             if value not in groups[name]:
+                refuse_value(f"{name}.engine", value)
                 raise ConfigError(f"{name} is one of {', '.join(c for c in groups[name] if c != 'none')}; met {value!r}")
             chosen[name] = value
         else:

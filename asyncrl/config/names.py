@@ -1,4 +1,4 @@
-"""Names of options: listing them, finding the nearest, and refusing those that asyncrl leaves out on purpose."""
+"""Names of options: listing them, and refusing others with the nearest."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ from typing import Any
 from pydantic import BaseModel, create_model
 from pydantic.fields import FieldInfo
 
+from asyncrl.config.refusals import refuse_name
 from asyncrl.config.schema import Config
-from asyncrl.errors import ConfigError, UnsupportedError
+from asyncrl.errors import ConfigError
 
-__all__ = ["REFUSED", "check_name", "option_names", "options"]
-
-_TRUNCATED = "the engine would renormalise the kept tokens and the learner would not; use generator.temperature"
-_SHARDED = "the fsdp2 engine shards over data-parallel ranks only; use learner.ranks"
-
-REFUSED = {
-    "generator.top_p": _TRUNCATED,
-    "generator.top_k": _TRUNCATED,
-    "generator.min_p": _TRUNCATED,
-    "algorithm.kl_coef": "no reference policy is held; the clipped ratio and queue.max_staleness bound the step",
-    "learner.tensor_parallel": _SHARDED,
-    "learner.pipeline_parallel": _SHARDED,
-}
+__all__ = ["check_name", "option_names", "options"]
 
 
 def options() -> Iterator[tuple[str, FieldInfo]]:
@@ -53,8 +42,7 @@ def check_name(name: str) -> None:
     known = option_names()
     if name in known or name.startswith("task.dataset_args"):
         return
-    if name in REFUSED:
-        raise UnsupportedError(f"{name} is not supported: {REFUSED[name]}", option=name)
+    refuse_name(name)
     leaf = name.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
     near += [k for k in known if k.rsplit(".", 1)[-1] == leaf and k not in near]

@@ -135,6 +135,10 @@ class LearnerConfig(Group):
 
     engine: Literal["fsdp2"] = option("fsdp2", "training engine")
     ranks: int = option(1, "learner processes", ge=1)
+    tensor_parallel: int = option(1, "ranks that divide the matrices of each layer among them", ge=1)
+    sequence_parallel: int = option(1, "ranks that divide the tokens of a pack among them, and the heads in attention (Ulysses)", ge=1)
+    shard_ranks: int = option(0, "ranks that one copy of the weights is sharded over, copied on the others (HSDP); 0: all", ge=0)
+    offload: bool = option(False, "keep weights, gradients and optimizer state in the host's memory")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where ranks run; auto: cuda where there is one")
     num_gpus: float = option(0.5, "share of a GPU that Ray reserves for each CUDA rank", unit="GPUs", gt=0)
     learning_rate: float = option(1e-5, "AdamW step size after warm-up", gt=0)

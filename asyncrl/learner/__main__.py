@@ -127,9 +127,11 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
 def _engine(config: Config, facts: RunFacts) -> tuple[Engine, int]:
     """The engine with its starting weights, and how many training steps they contain."""
     from asyncrl.learner.checkpoint import read_manifest
-    from asyncrl.learner.engine import EngineRegistry, EngineSpec
+    from asyncrl.learner.engine import EngineSpec
+    from asyncrl.learner.registry import EngineRegistry, vendor_of
 
-    kind = EngineRegistry.find(model_type="language_model", backend=config.learner.engine, device=facts.learner_device)
+    device = facts.learner_device
+    kind = EngineRegistry.find(model_type="language_model", backend=config.learner.engine, device=device, vendor=vendor_of(device))
     engine = kind(EngineSpec(model_dir=facts.model_dir, dtype=config.model.dtype, device=facts.learner_device, learner=config.learner))
     log.info("loading %s", facts.model_dir)
     engine.initialize()

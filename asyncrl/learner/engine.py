@@ -1,4 +1,4 @@
-"""The protocol of a training engine, and the registry that finds one.
+"""The protocol of a training engine.
 
 Role says why a model exists, Worker how it is called, Engine how ranks compute together, Module what runs. An engine is one
 file that registers itself when it is imported.
@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 
 from asyncrl.config import LearnerConfig
-from asyncrl.errors import UnsupportedError
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, TrainOutput
+from asyncrl.learner.capabilities import Capabilities
 
-__all__ = ["Engine", "EngineRegistry", "EngineSpec", "StepAbandoned"]
+__all__ = ["Engine", "EngineSpec", "StepAbandoned"]
 
 
 class StepAbandoned(Exception):
@@ -43,8 +42,13 @@ class Engine(abc.ABC):
     """Ranks that compute one model together.
 
     All methods that touch the model are collective: every rank calls them in the same order. ``should_stop`` is asked, on every
-    rank, before each micro-batch; it must give all ranks the same answer.
+    rank, before each micro-batch; it must give all ranks the same answer. ``capabilities`` is what ``asyncrl engines`` prints.
     """
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
 
     @abc.abstractmethod
     def initialize(self) -> None:
@@ -100,6 +104,11 @@ class Engine(abc.ABC):
     def is_mp_source(self) -> bool:
         """Whether this rank fetches rows for its replica and returns results."""
 
+    @property
+    @abc.abstractmethod
+    def model_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks of this replica, which train the same rows; None where a replica is one rank."""
+
     @abc.abstractmethod
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Full tensors under Hugging Face names in the compute dtype, tied ones once; every rank must drain it."""
@@ -152,64 +161,3 @@ class Engine(abc.ABC):
         """Scores rows without gradients."""
         with self.eval_mode(), torch.no_grad():
             return self.forward_backward_batch(batch, None, forward_only=True, should_stop=should_stop)
-
-
-_Key = tuple[str, str, str, str]
-_E = TypeVar("_E", bound=type[Engine])
-
-
-class EngineRegistry:
-    """Engines by (model type, backend, device, vendor).
-
-    Looked up as (device, vendor), then the device with any vendor, then, on CUDA devices of other vendors, what is registered for
-    NVIDIA. A backend whose module does not import is named with its true import error.
-    """
-
-    _classes: ClassVar[dict[_Key, Callable[[EngineSpec], Engine]]] = {}
-    _modules: ClassVar[dict[str, str]] = {"fsdp2": "asyncrl.learner.fsdp2"}
-
-    @classmethod
-    def register(cls, *, model_type: str, backend: str, devices: tuple[str, ...], vendor: str = "") -> Callable[[_E], _E]:
-        """Registers a class at import; an empty vendor stands for any."""
-
-        def add(engine: _E) -> _E:
-            for device in devices:
-                cls._classes[(model_type, backend, device, vendor)] = engine
-            return engine
-
-        return add
-
-    @classmethod
-    def find(cls, *, model_type: str, backend: str, device: str, vendor: str = "") -> Callable[[EngineSpec], Engine]:
-        """The class for a key.
-
-        Raises:
-            UnsupportedError: nothing is registered for it, or its module does not import; lists what is registered.
-        """
-        import_error = cls._load(backend)
-        for key in ((device, vendor), (device, ""), *([("cuda", "nvidia")] if device == "cuda" and vendor != "nvidia" else [])):
-            found = cls._classes.get((model_type, backend, *key))
-            if found is not None:
-                return found
-        raise UnsupportedError(
-            f"no engine for model type {model_type!r}, backend {backend!r}, device {device!r}, vendor {vendor or 'any'!r}"
-            + (f"; its module does not import: {import_error}" if import_error else "")
-            + f"; registered: {'; '.join(cls.registered()) or 'none'}"
-        )
-
-    @classmethod
-    def registered(cls) -> list[str]:
-        """Readable keys of what is registered now."""
-        return [
-            f"{model_type}/{backend} on {device} ({vendor or 'any vendor'})" for model_type, backend, device, vendor in sorted(cls._classes)
-        ]
-
-    @classmethod
-    def _load(cls, backend: str) -> str:
-        if backend not in cls._modules:
-            return ""
-        try:
-            importlib.import_module(cls._modules[backend])
-        except ImportError as error:
-            return f"{type(error).__name__}: {error}"
-        return ""

@@ -4,7 +4,7 @@ from asyncrl.config import Config
 from asyncrl.config.compose import compose, override, to_yaml
 from asyncrl.config.effects import RULES
 from asyncrl.config.listing import listing
-from asyncrl.config.names import REFUSED, option_names, options
+from asyncrl.config.names import option_names, options
 from asyncrl.errors import ConfigError, UnsupportedError
 
 
@@ -48,12 +48,6 @@ def test_a_single_option_wins_over_all():
 def test_a_wrong_override_is_answered_with_the_fix(override_text, said):
     with pytest.raises(ConfigError, match=said):
         compose([override_text])
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_left_out_on_purpose_says_why(name):
-    with pytest.raises(UnsupportedError, match="is not supported"):
-        compose([f"{name}=1"])
 
 
 def test_b02_truncated_sampling_is_a_config_error():

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
+from asyncrl.cli import main
+from asyncrl.config.refusals import Refusal
 from asyncrl.errors import UnsupportedError
-from asyncrl.learner.engine import EngineRegistry
+from asyncrl.learner.capabilities import Capabilities
+from asyncrl.learner.matrix import EngineRow, as_text, engine_rows
+from asyncrl.learner.registry import Backend, EngineRegistry
 
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> type[EngineRegistry]:
     monkeypatch.setattr(EngineRegistry, "_classes", {})
-    monkeypatch.setattr(EngineRegistry, "_modules", {"broken": "asyncrl_module_that_is_not_there"})
+    monkeypatch.setattr(EngineRegistry, "_backends", {"broken": Backend(module="asyncrl_module_that_is_not_there", extra="learner")})
     return EngineRegistry
 
 
@@ -35,11 +43,55 @@ def test_what_is_not_registered_is_refused_with_what_is(registry: type[EngineReg
         registry.find(model_type="value_model", backend="b", device="cpu")
 
 
+def test_another_makers_cuda_device_is_served_by_what_is_registered_for_nvidia_but_no_other_device_is(registry: type[EngineRegistry]):
+    registry.register(model_type="language_model", backend="b", devices=("cuda",), vendor="nvidia")(type("E", (), {}))
+    assert found(registry, "cuda", "") is found(registry, "cuda", "amd")
+    with pytest.raises(UnsupportedError, match=r"no engine language_model/b on npu \(amd\)"):
+        found(registry, "npu", "amd")
+
+
 def test_a_backend_that_does_not_import_shows_its_true_error(registry: type[EngineRegistry]):
-    with pytest.raises(UnsupportedError, match="No module named 'asyncrl_module_that_is_not_there'"):
+    with pytest.raises(UnsupportedError, match=r"No module named 'asyncrl_module_that_is_not_there' \(pip install 'asyncrl\[learner\]'\)"):
         registry.find(model_type="language_model", backend="broken", device="cpu")
 
 
 def test_fsdp2_registers_itself_for_cpu_and_cuda():
     for device in ("cpu", "cuda"):
         assert EngineRegistry.find(model_type="language_model", backend="fsdp2", device=device).__name__ == "FSDP2Engine"
+
+
+REFUSAL = Refusal(combination="A with B", reason="no C", nearest="A")
+
+
+def test_the_matrix_has_a_row_for_each_class_and_each_module_that_does_not_import(registry: type[EngineRegistry]):
+    declared = Capabilities(models="dense ones", layouts=("data parallel",), refused=(REFUSAL,))
+    language, value = (type(name, (), {"capabilities": declared}) for name in ("L", "V"))
+    registry._backends["b"] = Backend(module="json", extra="learner")
+    registry.register(model_type="language_model", backend="b", devices=("cpu", "cuda"))(language)
+    registry.register(model_type="value_model", backend="b", devices=("cuda",), vendor="nvidia")(value)
+    shared = {"backend": "b", "models": "dense ones", "layouts": ("data parallel",), "refused": (REFUSAL,)}
+    first, second, broken = engine_rows()
+    assert first == EngineRow(model_types=("language_model",), devices=("cpu", "cuda"), **shared)
+    assert second == EngineRow(model_types=("value_model",), devices=("cuda (nvidia)",), **shared)
+    assert (broken.backend, broken.model_types) == ("broken", ()) and broken.import_error.startswith("ModuleNotFoundError: No module named")
+    text = as_text([first, broken])
+    assert "  registered   language_model on cpu, cuda\n" in text and "  imports      no: ModuleNotFoundError" in text
+    assert "  refused      A with B: no C; nearest that works: A\n" in text
+    assert "  learner.engine=megatron, mindspeed_megatron, torchtitan, veomni, automodel: no engine of this name is built; " in text
+
+
+def test_the_command_prints_each_engine_as_it_is_here(capsys: pytest.CaptureFixture[str]):
+    assert main(["engines", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    (fsdp2,) = [row for row in printed["engines"] if "language_model" in row["model_types"]]
+    assert (fsdp2["backend"], fsdp2["devices"], fsdp2["import_error"]) == ("fsdp2", ["cpu", "cuda"], "")
+    assert "data parallel" in fsdp2["layouts"] and {"combination", "reason", "nearest"} == set(fsdp2["refused"][0])
+    assert printed["refused"]["learner.device=npu"]["nearest"] == "learner.device=auto"
+
+
+def test_the_command_says_what_is_missing_where_torch_is_not_installed():
+    code = "import sys; sys.modules['torch'] = None; from asyncrl.cli import main; sys.exit(main(['engines']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "learner.engine=fsdp2\n  imports      no: ModuleNotFoundError: import of torch halted" in done.stdout
+    assert "(pip install 'asyncrl[learner]')" in done.stdout

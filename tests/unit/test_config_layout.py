@@ -1,0 +1,89 @@
+import pytest
+
+from asyncrl.config.layout import Layout, check_layout, check_model_layout
+from asyncrl.errors import ConfigError, UnsupportedError
+
+DENSE = {"num_attention_heads": 12, "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("layout", "replicas"),
+    [
+        (Layout(ranks=1), 1),
+        (Layout(ranks=4, shard_ranks=2), 4),
+        (Layout(ranks=4, shard_ranks=4, lora_rank=8), 4),
+        (Layout(ranks=4, tensor_parallel=2), 2),
+        (Layout(ranks=6, sequence_parallel=3, lora_rank=8), 2),
+    ],
+)
+def test_layouts_that_divide_are_let_through_and_count_their_replicas(layout, replicas):
+    check_layout(layout)
+    assert layout.data_parallel == replicas
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(ranks=5, tensor_parallel=2), "learner.tensor_parallel; met 5 and 2: set learner.ranks=6, or learner.tensor_parallel=1"),
+        (
+            Layout(ranks=6, sequence_parallel=4),
+            "learner.sequence_parallel; met 6 and 4: set learner.ranks=8, or learner.sequence_parallel=3",
+        ),
+        (Layout(ranks=2, tensor_parallel=4), "met 2 and 4: set learner.ranks=4, or learner.tensor_parallel=2"),
+        (Layout(ranks=6, shard_ranks=4), "divides learner.ranks; met 4 and 6: set learner.shard_ranks=3, or 0 to shard over all"),
+        (Layout(ranks=2, shard_ranks=4), "met 4 and 2: set learner.shard_ranks=2"),
+    ],
+)
+def test_ranks_that_do_not_divide_are_refused_with_numbers_that_do(layout, said):
+    with pytest.raises(ConfigError, match=said):
+        check_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        (Layout(ranks=4, tensor_parallel=2, sequence_parallel=2), "both cut the attention heads.*learner.tensor_parallel or .* alone"),
+        (Layout(ranks=4, tensor_parallel=2, shard_ranks=2), "learner.shard_ranks=2 with learner.tensor_parallel=2.*learner.shard_ranks=0"),
+        (Layout(ranks=4, sequence_parallel=2, shard_ranks=2), "learner.shard_ranks=2 with learner.sequence_parallel=2"),
+        (Layout(ranks=2, tensor_parallel=2, lora_rank=4), "learner.lora_rank=4 with learner.tensor_parallel=2.*learner.tensor_parallel=1"),
+    ],
+)
+def test_combinations_without_an_implementation_are_refused_by_name_with_the_nearest(layout, said):
+    with pytest.raises(UnsupportedError, match=said):
+        check_layout(layout)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "description"),
+    [
+        ({"tensor_parallel": 4}, DENSE),
+        ({"tensor_parallel": 6}, {"num_attention_heads": 12}),  # no grouping: as many key/value heads
+        ({"tensor_parallel": 2}, {"text_config": DENSE}),
+        ({"sequence_parallel": 12}, DENSE),  # each key/value head lies on three ranks
+        ({"sequence_parallel": 2}, {**DENSE, "num_experts": 8}),
+        ({}, {"num_experts": 8}),
+    ],
+)
+def test_heads_that_can_be_dealt_are_let_through(sizes, description):
+    check_model_layout(Layout(ranks=12, **sizes), description)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "description", "said"),
+    [
+        ({"tensor_parallel": 6}, DENSE, "12 attention heads and 4 key/value heads evenly; met 6: set it to 1 or 2 or 4"),
+        ({"tensor_parallel": 12}, DENSE, "met 12"),
+        ({"sequence_parallel": 8}, DENSE, "learner.sequence_parallel .* met 8: set it to 1 or 2 or 4 or 12"),
+        ({"sequence_parallel": 6}, DENSE, "met 6"),  # 6 ranks cannot share 4 heads
+        ({"tensor_parallel": 2}, {"hidden_size": 64}, "config.json tells no number of them"),
+    ],
+)
+def test_heads_that_cannot_be_dealt_are_refused_with_the_sizes_that_can(sizes, description, said):
+    with pytest.raises(ConfigError, match=said):
+        check_model_layout(Layout(ranks=24, **sizes), description)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_under_tensor_parallel_are_refused_with_the_nearest(name):
+    with pytest.raises(UnsupportedError, match=r"a model with 8 experts.*learner.tensor_parallel=1"):
+        check_model_layout(Layout(ranks=2, tensor_parallel=2), {**DENSE, name: 8})

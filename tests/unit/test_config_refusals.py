@@ -1,0 +1,47 @@
+import pytest
+
+from asyncrl.config import Config
+from asyncrl.config.compose import compose, override
+from asyncrl.config.names import option_names
+from asyncrl.config.refusals import REFUSED_NAMES, REFUSED_VALUES
+from asyncrl.errors import UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("generator.top_k=5", "renormalise .*nearest that works: generator.temperature"),
+        ("algorithm.kl_coef=0.1", "no reference policy is held.*algorithm.clip_high"),
+        ("learner.pipeline_parallel=2", r"\(pipeline parallel\).*learner.ranks"),
+        ("actor_rollout_ref.actor.megatron.context_parallel_size=2", r"\(context parallel\)"),
+        ("learner.expert_model_parallel_size=2", r"\(expert parallel\)"),
+        ("actor_rollout_ref.actor.router_replay.mode=R3", r"\(router replay\).*algorithm.correction=mask"),
+        ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", r"\(router replay\)"),
+        ("actor_rollout_ref.hybrid_engine=True", r"\(roles that take turns on a GPU\).*generator.num_gpus, learner.num_gpus"),
+        ("launch.colocate=true", r"\(roles that take turns on a GPU\)"),
+        ("critic.optim.lr=1e-5", "no value model is trained.*algorithm.advantage"),
+        ("learner.engine=megatron", "learner.engine=megatron is not supported: no engine of this name is built; .*learner.engine=fsdp2"),
+        ("learner=torchtitan", "learner.engine=torchtitan is not supported: .*learner.engine=fsdp2"),
+        ("learner.device=npu", "learner.device=npu is not supported: engines are registered for cpu and cuda alone; .*learner.device=auto"),
+        ("learner.attention=flash_attention_2", "takes no mask.*learner.attention=sdpa"),
+        ("model.dtype=float16", "scales the loss.*model.dtype=bfloat16"),
+    ],
+)
+def test_what_is_left_out_on_purpose_is_refused_with_the_nearest_that_works(text, said):
+    with pytest.raises(UnsupportedError, match=said):
+        compose([text])
+
+
+def test_a_stored_configuration_is_held_to_the_same_refusals():
+    with pytest.raises(UnsupportedError, match="engines are registered for cpu and cuda alone"):
+        override(Config(), ["learner.device=npu"])
+
+
+def test_refusals_name_what_is_no_option_and_values_of_what_is_one():
+    assert not set(option_names()) & set(REFUSED_NAMES)
+    assert set(REFUSED_VALUES) <= set(option_names())
+
+
+def test_the_nearest_that_works_does_work():
+    nearest = {refusal.nearest for refusals in REFUSED_VALUES.values() for refusal in refusals.values()}
+    override(Config(), sorted(nearest))
