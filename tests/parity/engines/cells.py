@@ -32,16 +32,22 @@ class Cell:
 
 _FSDP2 = (
     Cell(backend="fsdp2", name="one rank", ranks=1, replicas=1),
+    Cell(backend="fsdp2", name="one rank, eager attention", ranks=1, replicas=1, learner={"attention": "eager"}),
     Cell(backend="fsdp2", name="DP2", ranks=2, replicas=2, model="qwen3 tied"),
     Cell(backend="fsdp2", name="DP4", ranks=4, replicas=4, model="llama"),
+    Cell(backend="fsdp2", name="HSDP 2×2", ranks=4, replicas=4, learner={"shard_ranks": 2}),
+    Cell(backend="fsdp2", name="SP2", ranks=2, replicas=1, learner={"sequence_parallel": 2}),
+    Cell(backend="fsdp2", name="SP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"sequence_parallel": 2}),
+    Cell(backend="fsdp2", name="TP2", ranks=2, replicas=1, learner={"tensor_parallel": 2}),
+    Cell(backend="fsdp2", name="TP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"tensor_parallel": 2}),
+    Cell(backend="fsdp2", name="offload", ranks=2, replicas=2, learner={"offload": True}),
     Cell(
         backend="fsdp2",
-        name="activation checkpointing",
+        name="checkpointing",
         ranks=2,
         replicas=2,
-        learner={"activation_checkpointing": True, "logits_chunk_tokens": 7},
+        learner={"activation_checkpointing": True, "logits_chunk_tokens": 3},
     ),
-    Cell(backend="fsdp2", name="eager attention", ranks=1, replicas=1, learner={"attention": "eager"}),
 )
 
 CELLS: tuple[Cell, ...] = _FSDP2

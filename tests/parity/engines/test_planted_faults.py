@@ -42,8 +42,9 @@ def test_gradients_that_are_counted_twice_double_the_norm(suite: Suite):
         check_change(ranks, plain, suite.target.bounds)
 
 
-def test_attention_that_leaks_changes_log_probs_and_weights(suite: Suite):
-    ranks, plain = planted(suite, "fsdp2 one rank", Fault(kind="leak"))
+@pytest.mark.parametrize("cell", ["one rank", "SP2", "TP2"])
+def test_attention_that_leaks_changes_log_probs_and_weights(suite: Suite, cell: str):
+    ranks, plain = planted(suite, f"fsdp2 {cell}", Fault(kind="leak"))
     with pytest.raises(Deviates, match="log-prob of a scored token"):
         check_scores(ranks, plain, suite.target.bounds)
     with pytest.raises(Deviates, match="log-prob of a trained token"):

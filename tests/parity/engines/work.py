@@ -11,8 +11,9 @@ import torch
 from asyncrl.algorithms.losses import STATISTICS, Denominators, LossOutput, LossSettings
 from asyncrl.config import Config
 from asyncrl.learner.batch import Batch, MicroBatch, Row, TrainOutput
-from asyncrl.learner.engine import Engine, EngineRegistry, EngineSpec
+from asyncrl.learner.engine import Engine, EngineSpec
 from asyncrl.learner.objective import PolicyObjective
+from asyncrl.learner.registry import EngineRegistry
 from engines.adapters import ADAPTERS
 from engines.batches import STEPS, deal, denominators, key_of, steps
 from engines.cells import Cell
