@@ -3,6 +3,8 @@
 ``ASYNCRL_CONFORMANCE_DEVICE``: ``cpu`` (gloo, the default) or ``cuda`` (NCCL, as many ranks as there are GPUs).
 ``ASYNCRL_CONFORMANCE_DTYPE``: ``float32`` (the default) or ``bfloat16``.
 ``ASYNCRL_CONFORMANCE_PAGE``: a file for the page of the result.
+
+With fewer than four GPUs, ``-k agrees`` runs the cells that fit; the tests of the suite itself want a CPU.
 """
 
 from __future__ import annotations
@@ -33,7 +35,11 @@ class Bounds:
     tensor: float
 
 
-_BOUNDS = {"float32": Bounds(logprob=1e-5, token_loss=1e-5, step=1e-5, change=1e-4, tensor=1e-3)}
+_BOUNDS = {
+    "float32": Bounds(logprob=1e-5, token_loss=1e-5, step=1e-5, change=1e-4, tensor=1e-3),
+    # two to three times what one rank alone is off by; a token at the edge of the clipping range can fall on either side of it
+    "bfloat16": Bounds(logprob=0.05, token_loss=0.3, step=0.03, change=0.05, tensor=0.1),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
