@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,10 @@ from asyncrl.errors import DataError
 from asyncrl.learner.batch import MicroBatch, Row
 
 __all__ = ["Part", "attention_mask", "filler", "pack", "pack_parts", "parts_of", "scatter"]
+
+
+_WHOLE = ("segments", "parents", "sources", "targets", "rows", "columns", "row_segments", "row_parents")
+_OPTIONAL = ("proximal_logprobs", "returns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +81,13 @@ def pack_parts(parts: Sequence[Part], cap_tokens: int) -> list[list[Part]]:
     return [sorted(chosen, key=lambda p: p.rows) for chosen in bins]
 
 
-def filler() -> MicroBatch:
-    """A micro-batch of weight zero: two tokens, one target, mask 0.0. It keeps ranks with fewer rows in step."""
-    zeros, zero = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    none = torch.zeros(1)
+def filler(size_tokens: int = 2) -> MicroBatch:
+    """A micro-batch of weight zero: a few tokens, one target, mask 0.0. It keeps ranks with fewer rows in step."""
+    zeros, zero = torch.zeros(1, size_tokens, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    none, nobody = torch.zeros(1), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         input_ids=zeros,
-        position_ids=torch.arange(2)[None],
+        position_ids=torch.arange(size_tokens)[None],
         segments=zeros[0],
         parents=zeros[0],
         sources=zero,
@@ -90,10 +95,13 @@ def filler() -> MicroBatch:
         temperatures=torch.ones(1),
         behavior_logprobs=none,
         proximal_logprobs=none,
+        returns=none,
         advantages=none,
         mask=none,
         rows=zero,
         columns=zero,
+        row_segments=nobody,
+        row_parents=nobody,
         row_indices=(),
     )
 
@@ -163,7 +171,7 @@ def _micro_batch(rows_N: Sequence[Row], parts: Sequence[Part]) -> MicroBatch:
         for i in part.rows:
             parent = prompt_segment if part.shared_tokens else columns.segment
             _add_row(columns, rows_N[i], local[i], part.shared_tokens, prompt_at, parent)
-    return _assemble(columns, indices, proximal=all(rows_N[i].proximal_logprobs is not None for i in indices))
+    return _assemble(columns, indices, [name for name in _OPTIONAL if all(getattr(rows_N[i], name) is not None for i in indices)])
 
 
 def _add_segment(columns: _Columns, ids: np.ndarray, first_position: int, parent: int) -> None:
@@ -180,6 +188,7 @@ def _add_segment(columns: _Columns, ids: np.ndarray, first_position: int, parent
 
 def _add_row(columns: _Columns, row: Row, local: int, shared: int, prompt_at: int, parent: int) -> None:
     trajectory, at = row.trajectory, columns.length
+    columns.add(row_segments=np.array([columns.segment]), row_parents=np.array([parent]))
     _add_segment(columns, trajectory.input_ids[shared:], shared, parent)
     sampled = np.flatnonzero(trajectory.loss_mask)
     before = sampled - 1
@@ -192,19 +201,20 @@ def _add_row(columns: _Columns, row: Row, local: int, shared: int, prompt_at: in
         rows=np.full(len(sampled), local),
         columns=sampled,
     )
-    if row.proximal_logprobs is not None:
-        columns.add(proximal_logprobs=row.proximal_logprobs[sampled])
+    for name in _OPTIONAL:
+        values = getattr(row, name)
+        if values is not None:
+            columns.add(**{name: values[sampled]})
 
 
-def _assemble(columns: _Columns, indices: tuple[int, ...], *, proximal: bool) -> MicroBatch:
-    whole = {name: columns.tensor(name, torch.int64) for name in ("segments", "parents", "sources", "targets", "rows", "columns")}
-    real = {name: columns.tensor(name, torch.float32) for name in ("temperatures", "behavior_logprobs", "advantages")}
+def _assemble(columns: _Columns, indices: tuple[int, ...], given: Sequence[str]) -> MicroBatch:
+    whole = {name: columns.tensor(name, torch.int64) for name in _WHOLE}
+    absent: dict[str, Any] = dict.fromkeys(_OPTIONAL)
+    real = {name: columns.tensor(name, torch.float32) for name in ("temperatures", "behavior_logprobs", "advantages", *given)}
     return MicroBatch(
         input_ids=columns.tensor("input_ids", torch.int64)[None],
         position_ids=columns.tensor("position_ids", torch.int64)[None],
-        proximal_logprobs=columns.tensor("proximal_logprobs", torch.float32) if proximal else None,
         mask=torch.ones(len(whole["rows"])),
         row_indices=indices,
-        **whole,
-        **real,
+        **(absent | whole | real),
     )

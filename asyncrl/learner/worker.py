@@ -107,7 +107,7 @@ class TrainingWorker:
 
     def _with_proximal(self, rows: dict[int, tuple[Row, ...]], should_stop: Callable[[], bool]) -> dict[int, tuple[Row, ...]]:
         flat = tuple(row for chosen in rows.values() for row in chosen)
-        scored = iter(self.infer_batch(flat, should_stop).logprobs_N)
+        scored = iter(self.infer_batch(flat, should_stop).predictions_N)
         return {ticket: tuple(replace(row, proximal_logprobs=next(scored)) for row in chosen) for ticket, chosen in rows.items()}
 
 

@@ -41,7 +41,7 @@ def step_of(
 
 def on_policy(worker: TrainingWorker, groups: list[TrajectoryGroup], shift: float = 0.0) -> list[TrajectoryGroup]:
     """The same groups with the engine's own log-probs, shifted by a constant, as behaviour."""
-    scored = iter(worker.infer_batch(rows_of(groups), never).logprobs_N)
+    scored = iter(worker.infer_batch(rows_of(groups), never).predictions_N)
     fresh = []
     for group in groups:
         members = (
