@@ -33,10 +33,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """This replica's rows of one mini-batch (perhaps none) and the denominators over all replicas."""
+    """This replica's rows of one mini-batch (perhaps none) and the denominators over all replicas.
+
+    ``quadratic``: cost of a token pair in units of a token, by which micro-batches are ordered; None where no other replica waits.
+    """
 
     rows_N: tuple[Row, ...]
     denominators: Denominators
+    quadratic: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

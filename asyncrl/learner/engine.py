@@ -102,13 +102,13 @@ class Engine(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def is_mp_source(self) -> bool:
-        """Whether this rank fetches rows for its replica and returns results."""
+    def model_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks of this rank's replica, which train the same rows; None where the replica is this rank alone."""
 
     @property
     @abc.abstractmethod
-    def model_parallel_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks of this replica, which train the same rows; None where a replica is one rank."""
+    def is_mp_source(self) -> bool:
+        """Whether this rank fetches rows for its replica and returns results; one rank of each replica, rank 0 among them."""
 
     @abc.abstractmethod
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -156,7 +156,10 @@ class Engine(abc.ABC):
         return _trained(output, norm, stepped=stepped, skipped="" if stepped else f"gradient norm is {norm}")
 
     def infer_batch(self, batch: Batch, *, should_stop: Callable[[], bool], adapters: bool = True) -> BatchOutput:
-        """Scores rows without gradients; without adapters: under the weights that training started from."""
+        """Scores rows without gradients; the predictions count on sources alone.
+
+        Without ``adapters``: under the weights that training started from.
+        """
         off = contextlib.nullcontext() if adapters else self.without_adapters()
         with self.eval_mode(), torch.no_grad(), off:
             return self.forward_backward_batch(batch, None, forward_only=True, should_stop=should_stop)

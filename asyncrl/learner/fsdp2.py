@@ -150,7 +150,7 @@ class FSDP2Base(Engine):
     ) -> BatchOutput:
         """See :class:`Engine`."""
         settings = self.spec.learner
-        micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt)
+        micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt, quadratic=batch.quadratic)
         packed_tokens = sum(len(micro) for micro in micros)
         micros += [self._filler()] * (self._agree_max(len(micros)) - len(micros))
         out_N = tuple(np.zeros(len(row.trajectory), dtype=np.float32) for row in batch.rows_N)

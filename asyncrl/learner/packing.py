@@ -2,7 +2,8 @@
 
 A *part* is what cannot be separated: one trajectory, or several siblings behind their shared prompt. A group larger than the
 cap becomes several parts, each with the prompt again; only a single trajectory longer than the cap is an error. Parts fill
-micro-batches first-fit, longest first, ties by row: the same rows always give the same micro-batches.
+micro-batches first-fit, longest first, ties by row: the same rows always give the same micro-batches. Where other replicas run theirs
+at the same time, the most expensive micro-batch is first on each: the layers' collectives make all wait for the slowest.
 
 Index i of every jagged array is token i of its trajectory: the hidden state before it predicts it, and position 0 has none.
 """
@@ -18,6 +19,7 @@ import torch
 
 from asyncrl.errors import DataError
 from asyncrl.learner.batch import MicroBatch, Row
+from asyncrl.learner.cost import work_of
 
 __all__ = ["Part", "attention_mask", "filler", "pack", "pack_parts", "parts_of", "scatter"]
 
@@ -35,14 +37,16 @@ class Part:
     size_tokens: int
 
 
-def pack(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool) -> list[MicroBatch]:
-    """Packs rows; as few micro-batches as first-fit finds.
+def pack(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool, quadratic: float | None = None) -> list[MicroBatch]:
+    """Packs rows; as few micro-batches as first-fit finds, in its order or, where ``quadratic`` prices a token pair, by falling cost.
 
     Raises:
         DataError: a single trajectory longer than ``cap_tokens``, named with its length.
     """
-    parts = parts_of(rows_N, cap_tokens=cap_tokens, shared_prompt=shared_prompt)
-    return [_micro_batch(rows_N, chosen) for chosen in pack_parts(parts, cap_tokens)]
+    bins = pack_parts(parts_of(rows_N, cap_tokens=cap_tokens, shared_prompt=shared_prompt), cap_tokens)
+    if quadratic is not None:
+        bins.sort(key=lambda chosen: -sum(_cost(rows_N, part, quadratic) for part in chosen))
+    return [_micro_batch(rows_N, chosen) for chosen in bins]
 
 
 def parts_of(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool) -> list[Part]:
@@ -51,8 +55,8 @@ def parts_of(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool) -> 
     for i, row in enumerate(rows_N):
         if len(row.trajectory) > cap_tokens:
             raise DataError(
-                f"a trajectory has at most learner.micro_batch_tokens = {cap_tokens} tokens; met {len(row.trajectory)}: "
-                f"raise it or lower generator.max_new_tokens",
+                f"a trajectory has at most learner.micro_batch_tokens = {cap_tokens} tokens; met {len(row.trajectory)} in sibling "
+                f"{row.trajectory.sibling} of group {row.trajectory.group_id}: raise it or lower generator.max_new_tokens",
                 group_id=row.trajectory.group_id,
                 sibling=row.trajectory.sibling,
             )
@@ -123,6 +127,11 @@ def scatter(values: torch.Tensor, micro: MicroBatch, out_N: Sequence[np.ndarray]
     for local, row in enumerate(micro.row_indices):
         chosen = rows == local
         out_N[row][columns[chosen]] = flat[chosen]
+
+
+def _cost(rows_N: Sequence[Row], part: Part, quadratic: float) -> float:
+    tokens, pairs = work_of([len(rows_N[i].trajectory) - part.shared_tokens for i in part.rows], part.shared_tokens)
+    return tokens + quadratic * pairs
 
 
 def _same_prompt(rows_N: Sequence[Row], members: list[int]) -> bool:
