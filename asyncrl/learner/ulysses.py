@@ -21,7 +21,16 @@ __all__ = ["ATTENTION", "use_ulysses"]
 
 ATTENTION = "asyncrl_ulysses"
 _GROUP = "asyncrl_sequence_group"
-_UNDERSTOOD = {"dropout", "is_causal", "position_ids", "position_embeddings", "use_cache", "past_key_values", "output_attentions"}
+_UNDERSTOOD = {
+    "dropout",
+    "is_causal",
+    "position_ids",
+    "position_embeddings",
+    "use_cache",
+    "past_key_values",
+    "output_attentions",
+    "output_router_logits",
+}
 
 
 def use_ulysses(model: Any, group: dist.ProcessGroup) -> None:

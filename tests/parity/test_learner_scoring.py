@@ -8,8 +8,9 @@ import torch
 from learner_support import random_groups, rows_of, tiny_model_dir
 
 from asyncrl.errors import UnsupportedError
-from asyncrl.learner import scoring
-from asyncrl.learner.hf_model import check_exact, layers_of, load_model, probe_of, refuse_windows, ties_of
+from asyncrl.learner import packed, scoring
+from asyncrl.learner.exactness import check_exact, probe_of
+from asyncrl.learner.hf_model import layers_of, load_model, refuse_windows, ties_of
 from asyncrl.learner.packing import pack
 from asyncrl.learner.scoring import Scorer, tempered_logprobs
 
@@ -53,7 +54,7 @@ def test_chunks_give_the_same_values_and_gradients_and_bound_the_logits(tmp_path
     results = []
     for chunk in (1024, 7):
         scorer = scorer_of(tmp_path, chunk)
-        logprobs, entropy = scorer(micro, True)
+        logprobs, entropy, _ = scorer(micro, True)
         (logprobs.sum() + 0.3 * entropy.sum()).backward()
         results.append((logprobs.detach(), entropy.detach(), [p.grad for p in scorer.parameters()]))
     (one, one_entropy, one_grads), (many, many_entropy, many_grads) = results
@@ -74,7 +75,7 @@ def test_a_planted_attention_leak_is_refused(tmp_path: Path, monkeypatch: pytest
     def leaky(micro: Any, *, additive: Any) -> torch.Tensor:
         return torch.ones(len(micro), len(micro)).tril().bool()[None, None]
 
-    monkeypatch.setattr(scoring, "attention_mask", leaky)
+    monkeypatch.setattr(packed, "attention_mask", leaky)
     with pytest.raises(UnsupportedError, match="its attention leaks"):
         prove(scorer_of(tmp_path))
 

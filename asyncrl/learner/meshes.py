@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from asyncrl.config import LearnerConfig
 from asyncrl.errors import UnsupportedError
 
-__all__ = ["Layout", "layout_of"]
+__all__ = ["Meshes", "meshes_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Meshes:
     """Meshes of one pool.
 
     Attributes:
@@ -42,6 +42,11 @@ class Layout:
     shares: Literal["nothing", "tokens", "matrices"]
 
     @property
+    def layers_are_sharded(self) -> bool:
+        """Whether a layer's weights lie on more than one rank, beyond what a replica divides."""
+        return self.layers.size(-1) > 1
+
+    @property
     def is_source(self) -> bool:
         """Whether this rank is the first of its replica."""
         return self.replica is None or self.replica.get_local_rank() == 0
@@ -52,7 +57,7 @@ class Layout:
         return None if self.replica is None else self.replica.get_group()
 
 
-def layout_of(device_type: str, settings: LearnerConfig) -> Layout:
+def meshes_of(device_type: str, settings: LearnerConfig) -> Meshes:
     """The layout that the options ask for, over all ranks of the process group; collective.
 
     Raises:
@@ -68,11 +73,11 @@ def layout_of(device_type: str, settings: LearnerConfig) -> Layout:
     everyone = init_device_mesh(device_type, (world,), mesh_dim_names=("all",))
     if tensor > 1:
         grid = init_device_mesh(device_type, (world // tensor, tensor), mesh_dim_names=("replica", "tensor"))
-        return Layout(data=grid["replica"], replica=grid["tensor"], layers=grid["replica"], root=everyone, shares="matrices")
+        return Meshes(data=grid["replica"], replica=grid["tensor"], layers=grid["replica"], root=everyone, shares="matrices")
     if sequence > 1:
         grid = init_device_mesh(device_type, (world // sequence, sequence), mesh_dim_names=("replica", "sequence"))
-        return Layout(data=grid["replica"], replica=grid["sequence"], layers=everyone, root=everyone, shares="tokens")
+        return Meshes(data=grid["replica"], replica=grid["sequence"], layers=everyone, root=everyone, shares="tokens")
     if shards < world:
         grid = init_device_mesh(device_type, (world // shards, shards), mesh_dim_names=("copy", "shard"))
-        return Layout(data=everyone, replica=None, layers=grid, root=grid, shares="nothing")
-    return Layout(data=everyone, replica=None, layers=everyone, root=everyone, shares="nothing")
+        return Meshes(data=everyone, replica=None, layers=grid, root=grid, shares="nothing")
+    return Meshes(data=everyone, replica=None, layers=everyone, root=everyone, shares="nothing")
