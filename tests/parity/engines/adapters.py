@@ -18,18 +18,20 @@ class Adapter:
     Attributes:
         use_sgd: replaces the optimizer of an initialized engine by plain SGD; the schedule keeps the learning rate.
         weights: full float32 tensors under Hugging Face names; collective.
+        low_rank: A of every layer that LoRA adapts, by the name of its weight; collective.
         gradient: this rank's part of the gradient of a named parameter.
         leak: lets every token see the packed sequence before its own, from now on.
     """
 
     use_sgd: Callable[[Any], None]
     weights: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
+    low_rank: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
     gradient: Callable[[Any, str], torch.Tensor]
     leak: Callable[[Any], None]
 
 
 def _fsdp2_use_sgd(engine: Any) -> None:
-    engine.optimizer = torch.optim.SGD([p for p in engine.scorer.parameters() if p.requires_grad], lr=engine.spec.learner.learning_rate)
+    engine.optimizer = torch.optim.SGD([p for p in engine.packed.parameters() if p.requires_grad], lr=engine.spec.learner.learning_rate)
 
 
 def _fsdp2_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -39,8 +41,14 @@ def _fsdp2_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     engine.dtype = compute
 
 
+def _fsdp2_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in engine.packed.model.named_parameters():
+        if ".lora_A." in name:
+            yield name.replace(".lora_A.default", ""), parameter.detach().full_tensor()
+
+
 def _fsdp2_gradient(engine: Any, name: str) -> torch.Tensor:
-    return dict(engine.scorer.model.named_parameters())[name].grad.to_local()
+    return dict(engine.packed.model.named_parameters())[name].grad.to_local()
 
 
 def _fsdp2_leak(engine: Any) -> None:
@@ -48,9 +56,9 @@ def _fsdp2_leak(engine: Any) -> None:
         micro, *others = arguments
         return replace(micro, parents=(micro.segments - 1).clamp(min=0)), *others
 
-    engine.scorer.register_forward_pre_hook(see_the_one_before)
+    engine.packed.register_forward_pre_hook(see_the_one_before)
 
 
 ADAPTERS: Mapping[str, Adapter] = {
-    "fsdp2": Adapter(use_sgd=_fsdp2_use_sgd, weights=_fsdp2_weights, gradient=_fsdp2_gradient, leak=_fsdp2_leak)
+    "fsdp2": Adapter(use_sgd=_fsdp2_use_sgd, weights=_fsdp2_weights, low_rank=_fsdp2_low_rank, gradient=_fsdp2_gradient, leak=_fsdp2_leak)
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from learner_support import trajectory
 
@@ -18,10 +20,14 @@ Key = tuple[int, int]
 """(ticket, sibling): names a row of a step."""
 
 
-def steps() -> list[tuple[Row, ...]]:
-    """Rows of each step: four groups of one to four siblings, prompts of 2 to 5 tokens, answers of 1 to 6, two temperatures."""
+def steps(model_type: str = "language_model") -> list[tuple[Row, ...]]:
+    """Rows of each step: four groups of one to four siblings, prompts of 2 to 5 tokens, answers of 1 to 6, two temperatures.
+
+    Those for a ``value_model`` have returns, which differ from token to token.
+    """
     rng = np.random.default_rng(4)
-    return [tuple(row for ticket in range(4) for row in _group(rng, ticket)) for _ in range(STEPS)]
+    rows = [tuple(row for ticket in range(4) for row in _group(rng, ticket)) for _ in range(STEPS)]
+    return rows if model_type == "language_model" else [tuple(_with_returns(row) for row in step) for step in rows]
 
 
 def _group(rng: np.random.Generator, ticket: int) -> list[Row]:
@@ -35,6 +41,10 @@ def _group(rng: np.random.Generator, ticket: int) -> list[Row]:
         )
         rows.append(Row(trajectory=sampled, advantage=float(rng.uniform(0.5, 1.5)) * (-1.0) ** sibling))
     return rows
+
+
+def _with_returns(row: Row) -> Row:
+    return replace(row, returns=np.linspace(row.advantage, -0.5, len(row.trajectory), dtype=np.float32))
 
 
 def key_of(row: Row) -> Key:

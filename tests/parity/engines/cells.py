@@ -16,7 +16,7 @@ class Cell:
     Attributes:
         backend: the engine's name in the registry; name: of the layout, unique within the backend.
         ranks: processes; replicas: how many of them get rows of their own, which the engine has to say itself.
-        model: family of :mod:`engines.models`; learner: options beyond the common ones.
+        model: family of :mod:`engines.models`; model_type: as the registry has it; learner: options beyond the common ones.
     """
 
     backend: str
@@ -24,6 +24,7 @@ class Cell:
     ranks: int
     replicas: int
     model: str = "qwen3"
+    model_type: str = "language_model"
     learner: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -48,6 +49,20 @@ _FSDP2 = (
         replicas=2,
         learner={"activation_checkpointing": True, "logits_chunk_tokens": 3},
     ),
+    Cell(backend="fsdp2", name="LoRA, DP2", ranks=2, replicas=2, learner={"lora_rank": 4, "lora_alpha": 8}),
+    Cell(backend="fsdp2", name="LoRA, SP2", ranks=2, replicas=1, learner={"lora_rank": 4, "lora_alpha": 8, "sequence_parallel": 2}),
+    Cell(backend="fsdp2", name="value head, DP2", ranks=2, replicas=2, model="qwen3 value", model_type="value_model"),
+    Cell(
+        backend="fsdp2",
+        name="value head, TP2",
+        ranks=2,
+        replicas=1,
+        model="qwen3 value",
+        model_type="value_model",
+        learner={"tensor_parallel": 2},
+    ),
+    Cell(backend="fsdp2", name="MoE, DP2", ranks=2, replicas=2, model="qwen3 moe", learner={"router_loss": 0.1}),
+    Cell(backend="fsdp2", name="MoE, SP2", ranks=2, replicas=1, model="qwen3 moe", learner={"router_loss": 0.1, "sequence_parallel": 2}),
 )
 
 CELLS: tuple[Cell, ...] = _FSDP2

@@ -29,26 +29,28 @@ def check_layout(ranks: Sequence[RankRun], cell: Cell) -> None:
         )
 
 
-def check_scores(ranks: Sequence[RankRun], plain: Run, bounds: Bounds) -> float:
-    """Log-probs that sources return for the first step's tokens, before any update; in nats."""
+def check_scores(scores: Sequence[Mapping[TokenKey, float]], plain: Run, bounds: Bounds, when: str = "at the start") -> float:
+    """Predictions that sources return for the first step's tokens are those of the plain process before any update."""
     scored: dict[TokenKey, float] = {}
-    for rank in ranks:
-        if rank.scored.keys() & scored.keys():
-            raise Deviates(f"tokens are scored once; met twice {sorted(rank.scored.keys() & scored.keys())[:3]}")
-        scored |= rank.scored
+    for returned in scores:
+        if returned.keys() & scored.keys():
+            raise Deviates(f"tokens are scored once; met twice {sorted(returned.keys() & scored.keys())[:3]}")
+        scored |= returned
     _same_tokens(scored.keys(), plain.tokens[0].keys(), "scored")
-    return _within(_worst((scored[key], plain.tokens[0][key].logprob) for key in scored), bounds.logprob, "log-prob of a scored token")
+    return _within(
+        _worst((scored[key], plain.tokens[0][key].prediction) for key in scored), bounds.prediction, f"prediction for a token scored {when}"
+    )
 
 
 def check_tokens(ranks: Sequence[RankRun], plain: Run, bounds: Bounds) -> tuple[float, float]:
-    """Each token of each step was trained once, with the plain process's log-prob and loss; the worst deviations of both."""
-    logprob = loss = 0.0
+    """Each token of each step was trained once, with the plain process's prediction and loss; the worst deviations of both."""
+    prediction = loss = 0.0
     for step, expected in enumerate(plain.tokens):
         found = trained_tokens(ranks, step, bounds)
         _same_tokens(found.keys(), expected.keys(), f"trained in step {step}")
-        logprob = max(logprob, _worst((found[key].logprob, expected[key].logprob) for key in found))
+        prediction = max(prediction, _worst((found[key].prediction, expected[key].prediction) for key in found))
         loss = max(loss, _worst((found[key].loss, expected[key].loss) for key in found))
-    return _within(logprob, bounds.logprob, "log-prob of a trained token"), _within(loss, bounds.token_loss, "loss of a token")
+    return _within(prediction, bounds.prediction, "prediction for a trained token"), _within(loss, bounds.token_loss, "loss of a token")
 
 
 def trained_tokens(ranks: Sequence[RankRun], step: int, bounds: Bounds) -> Mapping[TokenKey, TokenValues]:
@@ -63,7 +65,11 @@ def trained_tokens(ranks: Sequence[RankRun], step: int, bounds: Bounds) -> Mappi
             if owner.setdefault(key, rank.replica) != rank.replica:
                 raise Deviates(f"token {key} was trained twice in step {step}: by replicas {owner[key]} and {rank.replica}")
             if key in found:
-                _within(abs(found[key].logprob - values.logprob), bounds.logprob, f"log-prob of token {key} between ranks of a replica")
+                _within(
+                    abs(found[key].prediction - values.prediction),
+                    bounds.prediction,
+                    f"prediction for token {key} between ranks of a replica",
+                )
             found[key] = values
     return found
 
@@ -80,6 +86,9 @@ def check_change(ranks: Sequence[RankRun], plain: Run, bounds: Bounds) -> float:
     (rank,) = (rank for rank in ranks if rank.end)
     if rank.end.keys() != plain.end.keys():
         raise Deviates(f"exported names are those of the plain model; differing: {sorted(rank.end.keys() ^ plain.end.keys())[:3]}")
+    unequal = [name for name, tensor in plain.start.items() if not np.array_equal(tensor, rank.start[name])]
+    if unequal:
+        raise Deviates(f"weights at the start are those of the folder; others in {unequal[:3]}")
     squares = np.zeros(2)
     for name, last in plain.end.items():
         first = plain.start[name].astype(np.float64)

@@ -7,13 +7,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["VOCABULARY", "write_model"]
+__all__ = ["FAMILIES", "VOCABULARY", "write_model"]
 
 VOCABULARY = 64
+FAMILIES = ("qwen3", "qwen3 tied", "llama", "qwen3 moe", "qwen3 value")
 
 
 def write_model(folder: Path, family: str) -> str:
-    """Writes the family's model; its path. Families: ``qwen3``, ``qwen3 tied``, ``llama``."""
+    """Writes a model of one of :data:`FAMILIES`; its path."""
+    torch.manual_seed(0)
+    _model(family).float().save_pretrained(folder)
+    return str(folder)
+
+
+def _model(family: str) -> Any:
     import transformers
 
     shape: dict[str, Any] = {
@@ -25,15 +32,15 @@ def write_model(folder: Path, family: str) -> str:
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": family.endswith(" tied"),
+        "tie_word_embeddings": family == "qwen3 tied",
         # wider than the default of 0.02, at which all scores are nearly flat and a leak between sequences would hardly show
         "initializer_range": 0.05,
     }
-    torch.manual_seed(0)
-    kind = family.removesuffix(" tied")
-    if kind == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    else:
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))
-    model.float().save_pretrained(folder)
-    return str(folder)
+    if family == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    if family == "qwen3 moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**shape, **experts))
+    if family == "qwen3 value":
+        return transformers.Qwen3ForTokenClassification(transformers.Qwen3Config(**shape, num_labels=1))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**shape))

@@ -24,7 +24,7 @@ trajectory at a time. Every cell runs with prompts shared and repeated, and trai
 {deals}.
 A step without any row follows. Figures are the worst of all that, rounded up to one digit:
 
-- *log-prob* of any sampled token, scored or trained, in nats; *token loss*: the loss of any sampled token;
+- *prediction* for any sampled token, scored or trained: its log-prob in nats, or its value; *token loss*: the loss of that token;
 - *loss* and *gradient norm* of any step, relative to the larger of one and the value;
 - *change*: ‖(w₃ − w₀) − plain (w₃ − w₀)‖ / ‖plain (w₃ − w₀)‖ after three SGD steps, over all weights.
 
@@ -32,7 +32,7 @@ A gradient that is 1 % too long in one parameter, gradients that are counted twi
 that sees the sequence packed before are planted by `tests/parity/engines/test_planted_faults.py`, and each fails these bounds.
 
 """
-_TABLE = """| engine | cell | ranks | replicas | model | options | log-prob | token loss | loss | gradient norm | change |
+_TABLE = """| engine | cell | ranks | replicas | model | options | prediction | token loss | loss | gradient norm | change |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 
@@ -53,7 +53,7 @@ def row_of(cell: Cell) -> tuple[str, ...]:
 
 def limits(bounds: Bounds) -> tuple[float, ...]:
     """The bound of each figure, in the order of the columns."""
-    return bounds.logprob, bounds.token_loss, bounds.step, bounds.step, bounds.change
+    return bounds.prediction, bounds.token_loss, bounds.step, bounds.step, bounds.change
 
 
 def rounded_up(figure: float) -> str:

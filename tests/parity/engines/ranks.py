@@ -24,7 +24,8 @@ __all__ = ["RankPool", "RanksFailed"]
 START_S = 180.0
 ORDER_S = 60.0
 LEAVE_S = 10.0
-_PRELOAD = ["transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama", "asyncrl.learner.fsdp2"]
+_MODELS = ("qwen3", "qwen3_moe", "llama")
+_PRELOAD = [*(f"transformers.models.{model}.modeling_{model}" for model in _MODELS), "peft", "asyncrl.learner.fsdp2"]
 
 
 class RanksFailed(AssertionError):

@@ -15,9 +15,9 @@ TokenKey = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenValues:
-    """Log-prob at the trajectory's temperature in nats, and the token's loss before it is divided by the denominator."""
+    """``prediction``: log-prob at the trajectory's temperature in nats, or value; ``loss``: of the token, not yet divided."""
 
-    logprob: float
+    prediction: float
     loss: float
 
 
@@ -27,7 +27,7 @@ class Run:
 
     Attributes:
         tokens: of the forward pass that was trained; losses, norms: of the step (the norm before clipping).
-        start, end: float32 weights under Hugging Face names, before the first step and after the last.
+        start, end: float32 weights under the names of Hugging Face's files, before the first step and after the last.
     """
 
     tokens: tuple[Mapping[TokenKey, TokenValues], ...]
@@ -43,15 +43,20 @@ class RankRun:
 
     Attributes:
         replica, replicas, is_source: what the engine said of its layout.
-        scored: log-probs of the first step's tokens at the start, from ``infer_batch``.
+        scored: predictions for the first step's tokens at the start, from ``infer_batch`` of a source.
+        reference: the same after the last step with the adapters off; empty without adapters.
+        adapters: A of each adapted layer at the start, by the name of its weight.
         tokens: pairs as they went through the loss, repetitions included.
         micro_batches: forward passes of each step, fillers included; packed_tokens: computed in each step, fillers not.
+        losses: of the step, a router's part included.
     """
 
     replica: int
     replicas: int
     is_source: bool
     scored: Mapping[TokenKey, float]
+    reference: Mapping[TokenKey, float]
+    adapters: Mapping[str, np.ndarray]
     tokens: tuple[tuple[tuple[TokenKey, TokenValues], ...], ...]
     micro_batches: tuple[int, ...]
     packed_tokens: tuple[int, ...]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
+
+import numpy as np
 
 from engines.batches import steps
 from engines.cells import CELLS, Cell
@@ -24,10 +27,10 @@ __all__ = ["Suite", "Verdict", "cells_of"]
 class Verdict:
     """Worst deviations that a cell was met with; :class:`~engines.target.Bounds` says in what.
 
-    ``logprob`` covers scoring and training, ``loss`` and ``norm`` the AdamW run, ``change`` the SGD run.
+    ``prediction`` covers scoring and training, ``loss`` and ``norm`` the AdamW run, ``change`` the SGD run.
     """
 
-    logprob: float
+    prediction: float
     token_loss: float
     loss: float
     norm: float
@@ -55,7 +58,7 @@ class Suite:
         self._folder = folder
         self._pool = RankPool(most_ranks=target.most_ranks, device=target.device, collectives=target.collectives)
         self._models: dict[str, str] = {}
-        self._plain: dict[tuple[str, str], Run] = {}
+        self._plain: dict[tuple[str, str, tuple[tuple[str, Any], ...]], Run] = {}
         self._runs: dict[tuple[str, str, bool, Fault | None], list[RankRun]] = {}
 
     def __enter__(self) -> Self:
@@ -73,13 +76,16 @@ class Suite:
         """
         bounds, verdicts = self.target.bounds, []
         for optimizer in OPTIONS:
-            ranks, plain = self.ranks_run(cell, optimizer, shared_prompt=shared_prompt), self.plain_run(cell, optimizer)
+            ranks = self.ranks_run(cell, optimizer, shared_prompt=shared_prompt)
+            plain = self.plain_run(cell, optimizer, adapters=ranks[0].adapters)
             check_layout(ranks, cell)
-            scored = check_scores(ranks, plain, bounds)
-            logprob, token_loss = check_tokens(ranks, plain, bounds)
+            scored = [check_scores([rank.scored for rank in ranks], plain, bounds)]
+            if cell.learner.get("lora_rank"):
+                scored.append(check_scores([rank.reference for rank in ranks], plain, bounds, "with adapters off"))
+            trained, token_loss = check_tokens(ranks, plain, bounds)
             loss, norm = check_steps(ranks, plain, bounds)
             change = check_change(ranks, plain, bounds) if optimizer == "sgd" else 0.0
-            verdicts.append(Verdict(logprob=max(scored, logprob), token_loss=token_loss, loss=loss, norm=norm, change=change))
+            verdicts.append(Verdict(prediction=max(*scored, trained), token_loss=token_loss, loss=loss, norm=norm, change=change))
         return verdicts[0].worst(verdicts[1])
 
     def ranks_run(self, cell: Cell, optimizer: str, *, shared_prompt: bool = True, fault: Fault | None = None) -> list[RankRun]:
@@ -99,11 +105,19 @@ class Suite:
             self._runs[key] = self._pool.run(name, cell.ranks, work, order)
         return self._runs[key]
 
-    def plain_run(self, cell: Cell, optimizer: str) -> Run:
-        """The plain process on the cell's model."""
-        key = cell.model, optimizer
+    def plain_run(self, cell: Cell, optimizer: str, *, adapters: Mapping[str, np.ndarray] | None = None) -> Run:
+        """The plain process on the cell's model, with the options that change what is computed."""
+        changing = {name: cell.learner[name] for name in ("lora_rank", "lora_alpha", "router_loss") if name in cell.learner}
+        key = cell.model, optimizer, tuple(changing.items())
         if key not in self._plain:
-            self._plain[key] = plain_run(self._model(cell.model), steps(), optimizer, OPTIONS[optimizer])
+            self._plain[key] = plain_run(
+                self._model(cell.model),
+                steps(cell.model_type),
+                optimizer,
+                OPTIONS[optimizer] | changing,
+                value=cell.model_type == "value_model",
+                adapters=adapters,
+            )
         return self._plain[key]
 
     def _model(self, family: str) -> str:

@@ -23,12 +23,12 @@ class Bounds:
     """Largest deviations that hold.
 
     Attributes:
-        logprob: nats, of any sampled token; token_loss: of any sampled token.
+        prediction: nats of a log-prob, or a value, of any sampled token; token_loss: of any sampled token.
         step: of loss and gradient norm of a training step, relative to the larger of one and the value.
         change: ‖difference of the changes of all weights‖ over ‖change‖; tensor: the same for each tensor alone, beside rounding.
     """
 
-    logprob: float
+    prediction: float
     token_loss: float
     step: float
     change: float
@@ -36,9 +36,9 @@ class Bounds:
 
 
 _BOUNDS = {
-    "float32": Bounds(logprob=1e-5, token_loss=1e-5, step=1e-5, change=1e-4, tensor=1e-3),
+    "float32": Bounds(prediction=1e-5, token_loss=1e-5, step=1e-5, change=1e-4, tensor=1e-3),
     # two to three times what one rank alone is off by; a token at the edge of the clipping range can fall on either side of it
-    "bfloat16": Bounds(logprob=0.05, token_loss=0.3, step=0.03, change=0.05, tensor=0.1),
+    "bfloat16": Bounds(prediction=0.05, token_loss=0.3, step=0.03, change=0.05, tensor=0.1),
 }
 
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from asyncrl.algorithms.losses import STATISTICS, Denominators, LossOutput, LossSettings
+from asyncrl.algorithms.losses import STATISTICS, Denominators
 from asyncrl.config import Config
-from asyncrl.learner.batch import Batch, MicroBatch, Row, TrainOutput
+from asyncrl.learner.batch import Batch, Row, TrainOutput
 from asyncrl.learner.engine import Engine, EngineSpec
-from asyncrl.learner.objective import PolicyObjective
 from asyncrl.learner.registry import EngineRegistry
 from engines.adapters import ADAPTERS
 from engines.batches import STEPS, deal, denominators, key_of, steps
 from engines.cells import Cell
-from engines.reference import BONUS, CLIP, token_losses
-from engines.results import RankRun, TokenKey, TokenValues
+from engines.recorder import PolicyRecorder, Recorder, ValueRecorder
+from engines.results import RankRun, TokenKey
 from engines.target import Target
 
 __all__ = ["OPTIONS", "Fault", "Order", "work"]
@@ -29,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # no clipping, which would hide a gradient that is too long
     "sgd": {"learning_rate": 0.05, "epsilon": 1e-5, "grad_clip": 1e6},
 }
-_LOSS = LossSettings(clip_low=CLIP, clip_high=CLIP, correction="off", correction_cap=2.0, aggregation="token_mean", entropy_bonus=BONUS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,64 +61,42 @@ def work(order: Order) -> RankRun:
     if order.optimizer == "sgd":
         adapter.use_sgd(engine)
     _plant(order, engine)
-    start = _weights(order, engine)
-    scored = _score(engine, steps()[0])
+    start, adapters = _whole(adapter.weights(engine)), _whole(adapter.low_rank(engine))
+    scored = _score(order, engine)
     trained = [_train(order, engine, step) for step in range(STEPS)]
-    _train_nothing(engine)
+    _train_nothing(order, engine)
     return RankRun(
         replica=engine.data_parallel_rank,
         replicas=engine.data_parallel_size,
         is_source=engine.is_mp_source,
         scored=scored,
+        reference=_score(order, engine, adapters=False) if order.cell.learner.get("lora_rank") else {},
+        adapters=adapters,
         tokens=tuple(tuple(recorder.seen) for recorder, _ in trained),
         micro_batches=tuple(recorder.calls for recorder, _ in trained),
         packed_tokens=tuple(output.packed_tokens for _, output in trained),
-        losses=tuple(float(output.sums[STATISTICS.index("loss")]) for _, output in trained),
+        losses=tuple(_loss(order, output) for _, output in trained),
         norms=tuple(output.grad_norm for _, output in trained),
         start=start,
-        end=_weights(order, engine),
+        end=_whole(adapter.weights(engine)),
     )
 
 
-def _train(order: Order, engine: Engine, step: int) -> tuple[_Recorder, TrainOutput]:
-    rows = steps()[step]
+def _train(order: Order, engine: Engine, step: int) -> tuple[Recorder, TrainOutput]:
+    rows = steps(order.cell.model_type)[step]
     mine = _mine(order, engine, rows, step)
-    recorder = _Recorder(mine)
+    recorder = _recorder(order, mine)
     batch = Batch(rows_N=mine, denominators=denominators(rows))
     output = engine.train_batch(batch, recorder, should_stop=_never, rescale=lambda sums: 1.0)
     assert output.stepped, output.skipped
     return recorder, output
 
 
-def _train_nothing(engine: Engine) -> None:
+def _train_nothing(order: Order, engine: Engine) -> None:
     # no row on any replica: every collective runs, nothing moves, which the weights at the end show
     batch = Batch(rows_N=(), denominators=Denominators(tokens=0, trajectories=0))
-    output = engine.train_batch(batch, _Recorder(()), should_stop=_never, rescale=lambda sums: None)
+    output = engine.train_batch(batch, _recorder(order, ()), should_stop=_never, rescale=lambda sums: None)
     assert not output.stepped
-
-
-class _Recorder:
-    """The production loss, which also notes what went through it."""
-
-    def __init__(self, rows: tuple[Row, ...]) -> None:
-        self.rows = rows
-        self.objective = PolicyObjective(_LOSS, "behavior")
-        self.seen: list[tuple[TokenKey, TokenValues]] = []
-        self.calls = 0
-
-    @property
-    def entropy_gradient(self) -> bool:
-        return self.objective.entropy_gradient
-
-    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch, denominators: Denominators) -> LossOutput:
-        self.calls += 1
-        losses = token_losses(logprobs.detach(), entropy.detach(), micro.behavior_logprobs, micro.advantages)
-        columns = (micro.rows, micro.columns, micro.mask, logprobs.detach(), losses)
-        for row, column, mask, logprob, loss in zip(*(c.tolist() for c in columns), strict=True):
-            if mask:
-                key = (*key_of(self.rows[micro.row_indices[row]]), column)
-                self.seen.append((key, TokenValues(logprob=logprob, loss=loss)))
-        return self.objective(logprobs, entropy, micro, denominators)
 
 
 def _engine(order: Order) -> Engine:
@@ -133,7 +110,7 @@ def _engine(order: Order) -> Engine:
         "shared_prompt": order.shared_prompt,
     }
     learner = Config.model_validate({"learner": options | OPTIONS[order.optimizer] | dict(cell.learner)}).learner
-    build = EngineRegistry.find(model_type="language_model", backend=cell.backend, device=target.device)
+    build = EngineRegistry.find(model_type=cell.model_type, backend=cell.backend, device=target.device)
     engine = build(EngineSpec(model_dir=order.model_dir, dtype=target.dtype, device=target.device, learner=learner))
     engine.initialize()
     return engine
@@ -167,21 +144,30 @@ def _mine(order: Order, engine: Engine, rows: tuple[Row, ...], step: int) -> tup
     return mine
 
 
-def _score(engine: Engine, rows: tuple[Row, ...]) -> dict[TokenKey, float]:
-    mine = deal(rows, 0, engine.data_parallel_rank, engine.data_parallel_size)
-    output = engine.infer_batch(Batch(rows_N=mine, denominators=Denominators(tokens=0, trajectories=0)), should_stop=_never)
+def _score(order: Order, engine: Engine, *, adapters: bool = True) -> dict[TokenKey, float]:
+    mine = deal(steps(order.cell.model_type)[0], 0, engine.data_parallel_rank, engine.data_parallel_size)
+    batch = Batch(rows_N=mine, denominators=Denominators(tokens=0, trajectories=0))
+    output = engine.infer_batch(batch, should_stop=_never, adapters=adapters)
     if not engine.is_mp_source:
         return {}
     return {
-        (*key_of(row), column): float(logprobs[column])
-        for row, logprobs in zip(mine, output.logprobs_N, strict=True)
+        (*key_of(row), column): float(predictions[column])
+        for row, predictions in zip(mine, output.predictions_N, strict=True)
         for column in np.flatnonzero(row.trajectory.loss_mask).tolist()
     }
 
 
-def _weights(order: Order, engine: Engine) -> dict[str, np.ndarray]:
+def _loss(order: Order, output: TrainOutput) -> float:
+    return float(output.sums[STATISTICS.index("loss")]) + order.cell.learner.get("router_loss", 0.0) * output.router_loss
+
+
+def _recorder(order: Order, rows: tuple[Row, ...]) -> Any:
+    return (ValueRecorder if order.cell.model_type == "value_model" else PolicyRecorder)(rows)
+
+
+def _whole(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, np.ndarray]:
     # collective: every rank drains it, one hands it back
-    full = {name: tensor.float().cpu().numpy().copy() for name, tensor in ADAPTERS[order.cell.backend].weights(engine)}
+    full = {name: tensor.float().cpu().numpy().copy() for name, tensor in tensors}
     return full if torch.distributed.get_rank() == 0 else {}
 
 
