@@ -175,5 +175,5 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tmp_path: Path)
     plain = plain_run(model_dir, rows, "adamw", {"learning_rate": 1e-3, "epsilon": EPSILON, "grad_clip": 1.0})
     engine, outputs = engine_run(model_dir, [batch_of(r) for r in rows], bonus=BONUS, dtype="bfloat16", warmup_steps=0)
     np.testing.assert_allclose([loss_of(o) for o in outputs], plain.losses, atol=0.03)
-    assert {p.dtype for p in engine.scorer.parameters()} == {torch.float32}
+    assert {p.dtype for p in engine.packed.parameters()} == {torch.float32}
     assert {tensor.dtype for _, tensor in engine.named_tensors()} == {torch.bfloat16}
