@@ -226,7 +226,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights(tmp_path: Path)
     losses, _, _ = plain_run(model_dir, rows)
     engine, outputs = engine_run(model_dir, [batch_of(r) for r in rows], dtype="bfloat16")
     np.testing.assert_allclose([loss_of(o) for o in outputs], losses, atol=0.03)
-    assert {p.dtype for p in engine.scorer.parameters()} == {torch.float32}
+    assert {p.dtype for p in engine.packed.parameters()} == {torch.float32}
     assert {tensor.dtype for _, tensor in engine.named_tensors()} == {torch.bfloat16}
 
 
