@@ -21,20 +21,26 @@ __all__ = ["Batch", "BatchOutput", "LossFunction", "MicroBatch", "Row", "TrainOu
 class Row:
     """One trajectory to train or score.
 
-    ``proximal_logprobs`` is float32 [T] like ``behavior_logprobs``, or None where the loss takes another denominator.
+    ``proximal_logprobs`` is float32 [T] like ``behavior_logprobs``, or None where the loss takes another denominator; ``returns`` is
+    float32 [T], what a critic learns to predict at each sampled token, or None.
     """
 
     trajectory: Trajectory
     advantage: float
     proximal_logprobs: np.ndarray | None = None
+    returns: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """This replica's rows of one mini-batch (perhaps none) and the denominators over all replicas."""
+    """This replica's rows of one mini-batch (perhaps none) and the denominators over all replicas.
+
+    ``quadratic``: cost of a token pair in units of a token, by which micro-batches are ordered; None where no other replica waits.
+    """
 
     rows_N: tuple[Row, ...]
     denominators: Denominators
+    quadratic: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +52,9 @@ class MicroBatch:
         segments, parents: int64 [L]; a token sees earlier tokens of its own segment and of its parent, nothing else.
         sources: int64 [K], place of the hidden state that predicts a sampled token; targets: int64 [K], that token's id.
         temperatures, behavior_logprobs, advantages, mask: float32 [K]; mask is 0.0 for filler.
-        proximal_logprobs: float32 [K] or None.
+        proximal_logprobs, returns: float32 [K] or None.
         rows: int64 [K], index into ``row_indices``; columns: int64 [K], the token's index in its trajectory.
+        row_segments, row_parents: int64 [R], for each row of this micro-batch its segment and that of its prompt (the same if unshared).
         row_indices: for each row of this micro-batch, its index in ``Batch.rows_N``; empty for filler.
     """
 
@@ -60,10 +67,13 @@ class MicroBatch:
     temperatures: torch.Tensor
     behavior_logprobs: torch.Tensor
     proximal_logprobs: torch.Tensor | None
+    returns: torch.Tensor | None
     advantages: torch.Tensor
     mask: torch.Tensor
     rows: torch.Tensor
     columns: torch.Tensor
+    row_segments: torch.Tensor
+    row_parents: torch.Tensor
     row_indices: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -79,24 +89,33 @@ class MicroBatch:
 
 
 class LossFunction(Protocol):
-    """(log-probs float32 [K], entropy float32 [K], micro-batch, denominators) → loss and sums.
+    """(predictions, micro-batch, denominators) → loss and sums.
 
-    ``entropy_gradient``: whether the loss uses the gradient of the entropy.
+    Predictions are log-probs and entropy of a language model, values of a value model, each float32 [K]. ``entropy_gradient``: whether
+    the loss uses the gradient of the entropy.
     """
 
     @property
     def entropy_gradient(self) -> bool: ...
 
-    def __call__(self, logprobs: torch.Tensor, entropy: torch.Tensor, micro: MicroBatch, denominators: Denominators) -> LossOutput: ...
+    def __call__(self, *arguments: Any) -> LossOutput: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOutput:
-    """``sums``: float64, the loss's statistics over all replicas (None without a loss); ``logprobs_N``: float32 [T] per row when
-    only the forward pass ran, index i of token i, 0.0 where nothing was sampled; ``packed_tokens``: tokens computed on this replica."""
+    """What the micro-batches of one mini-batch gave.
+
+    Attributes:
+        sums: float64, the loss's statistics over all replicas; None without a loss.
+        router_loss: of a mixture of experts, mean over the trajectories of all replicas.
+        predictions_N: float32 [T] per row when only the forward pass ran: log-probs or values, index i of token i, 0.0 where nothing
+            was sampled.
+        packed_tokens: tokens computed on this replica.
+    """
 
     sums: torch.Tensor | None
-    logprobs_N: tuple[np.ndarray, ...]
+    router_loss: float
+    predictions_N: tuple[np.ndarray, ...]
     packed_tokens: int
 
 
@@ -105,6 +124,7 @@ class TrainOutput:
     """``grad_norm`` before clipping; ``stepped`` False where the step was skipped and ``skipped`` says why."""
 
     sums: torch.Tensor
+    router_loss: float
     packed_tokens: int
     grad_norm: float
     stepped: bool

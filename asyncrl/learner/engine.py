@@ -18,6 +18,7 @@ from typing import ClassVar
 import torch
 
 from asyncrl.config import LearnerConfig
+from asyncrl.errors import UnsupportedError
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, TrainOutput
 from asyncrl.learner.capabilities import Capabilities
 
@@ -101,8 +102,13 @@ class Engine(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def model_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks of this rank's replica, which train the same rows; None where the replica is this rank alone."""
+
+    @property
+    @abc.abstractmethod
     def is_mp_source(self) -> bool:
-        """Whether this rank fetches rows for its replica and returns results."""
+        """Whether this rank fetches rows for its replica and returns results; one rank of each replica, rank 0 among them."""
 
     @abc.abstractmethod
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -140,19 +146,36 @@ class Engine(abc.ABC):
             factor = rescale(output.sums)
             if factor is None:
                 self.optimizer_zero_grad()
-                return TrainOutput(
-                    sums=output.sums, packed_tokens=output.packed_tokens, grad_norm=0.0, stepped=False, skipped="no trained tokens"
-                )
+                return _trained(output, 0.0, stepped=False, skipped="no trained tokens")
             if factor != 1.0:
                 self.scale_gradients(factor)
             norm, stepped = self.optimizer_step()
             if stepped:
                 self.lr_scheduler_step()
             self.optimizer_zero_grad()
-        skipped = "" if stepped else f"gradient norm is {norm}"
-        return TrainOutput(sums=output.sums, packed_tokens=output.packed_tokens, grad_norm=norm, stepped=stepped, skipped=skipped)
+        return _trained(output, norm, stepped=stepped, skipped="" if stepped else f"gradient norm is {norm}")
 
-    def infer_batch(self, batch: Batch, *, should_stop: Callable[[], bool]) -> BatchOutput:
-        """Scores rows without gradients."""
-        with self.eval_mode(), torch.no_grad():
+    def infer_batch(self, batch: Batch, *, should_stop: Callable[[], bool], adapters: bool = True) -> BatchOutput:
+        """Scores rows without gradients; the predictions count on sources alone.
+
+        Without ``adapters``: under the weights that training started from.
+        """
+        off = contextlib.nullcontext() if adapters else self.without_adapters()
+        with self.eval_mode(), torch.no_grad(), off:
             return self.forward_backward_batch(batch, None, forward_only=True, should_stop=should_stop)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, the model computes as if it had no adapters; UnsupportedError where it has none."""
+        raise UnsupportedError("the weights that training started from are there while adapters are trained: set learner.lora_rank")
+
+
+def _trained(output: BatchOutput, norm: float, *, stepped: bool, skipped: str) -> TrainOutput:
+    assert output.sums is not None
+    return TrainOutput(
+        sums=output.sums,
+        router_loss=output.router_loss,
+        packed_tokens=output.packed_tokens,
+        grad_norm=norm,
+        stepped=stepped,
+        skipped=skipped,
+    )

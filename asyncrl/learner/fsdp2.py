@@ -1,11 +1,12 @@
-"""FSDP2: each decoder layer sharded over all ranks, the scorer as root, float32 master weights.
+"""FSDP2: each decoder layer sharded by itself, the whole model as root, float32 master weights; layouts of :mod:`asyncrl.learner.meshes`.
 
 Gradients are summed over ranks, never averaged: the loss arrives divided by the denominator of all ranks. They travel once per
-mini-batch, after its last micro-batch. The layout is data parallel alone; every rank is its own model-parallel source.
+mini-batch, after its last micro-batch.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,37 +15,53 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config.refusals import CONTEXT_PARALLEL, EXPERT_PARALLEL, PIPELINE_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU
+from asyncrl.learner.adapters import ADAPTED, adapters_off, add_adapters, base_name, is_adapter, low_rank_of, merged
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
 from asyncrl.learner.capabilities import Capabilities
 from asyncrl.learner.engine import Engine, EngineSpec, StepAbandoned
+from asyncrl.learner.exactness import check_exact, probe_of
+from asyncrl.learner.fsdp2_shard import shard
 from asyncrl.learner.fsdp2_state import EngineState, load_state, save_state
-from asyncrl.learner.hf_model import check_exact, layers_of, load_model, ties_of
+from asyncrl.learner.hf_model import layers_of, load_model, load_value_model, refuse_router_loss, refuse_windows, ties_of
+from asyncrl.learner.hf_names import FileNames
+from asyncrl.learner.meshes import meshes_of
 from asyncrl.learner.optimizer import clip_gradients, learning_rate, local, new_optimizer
+from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.packing import filler, pack, scatter
 from asyncrl.learner.registry import EngineRegistry
 from asyncrl.learner.scoring import Scorer
+from asyncrl.learner.tensor_parallel import use_tensor_parallel
+from asyncrl.learner.ulysses import use_ulysses
+from asyncrl.learner.valuing import Valuer
 
-__all__ = ["FSDP2Engine"]
+__all__ = ["FSDP2Engine", "FSDP2ValueEngine"]
 
 
-@EngineRegistry.register(model_type="language_model", backend="fsdp2", devices=("cpu", "cuda"))
-class FSDP2Engine(Engine):
-    """A Hugging Face causal language model under ``fully_shard``.
+def _capabilities(model: str) -> Capabilities:
+    return Capabilities(
+        models=f"any Hugging Face {model} that declares its decoder layers and on which packing is exact",
+        layouts=(
+            "data parallel",
+            "HSDP",
+            "Ulysses sequence parallel × data parallel",
+            "tensor parallel × data parallel, dense models that declare a plan",
+            "CPU offload",
+            "activation checkpointing",
+            "LoRA",
+        ),
+        refused=(PIPELINE_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
+    )
+
+
+class FSDP2Base(Engine):
+    """A Hugging Face model under ``fully_shard``; what it predicts, its two kinds say.
 
     Args:
         spec: model folder, compute dtype (``float32`` or ``bfloat16``), device, learner options.
     """
-
-    capabilities = Capabilities(
-        models="any Hugging Face causal language model that declares its decoder layers and on which packing is exact",
-        layouts=("data parallel",),
-        refused=(PIPELINE_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
-    )
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(spec)
@@ -52,35 +69,60 @@ class FSDP2Engine(Engine):
         self.dtype = getattr(torch, spec.dtype)
         self.optimizer_steps = 0
 
+    @abc.abstractmethod
+    def _load(self) -> PackedModel:
+        """The model on the CPU, in float32."""
+
+    @abc.abstractmethod
+    def _predict(self, micro: MicroBatch, loss: LossFunction) -> tuple[torch.Tensor, ...]:
+        """What the loss takes, and the router's loss."""
+
     def initialize(self) -> None:
-        """Loads the model on every rank, proves packing exact on it, shards it."""
+        """Loads the model on every rank, proves packing exact on it, divides and shards it; proves it again where replicas share work."""
         settings = self.spec.learner
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-        model = load_model(self.spec.model_dir, settings.attention)
-        self._ties = ties_of(model)
-        self.scorer = Scorer(
-            model, attention=settings.attention, chunk_tokens=settings.logits_chunk_tokens, compute_dtype=torch.float32
-        ).eval()
-        check_exact(self.scorer)
-        self.scorer.compute_dtype = self.dtype
-        self.scorer.to(self.device).train()
+        self.meshes = meshes_of(self.device.type, settings)
+        self.packed = self._load().eval()
+        model = self.packed.model
+        refuse_windows(model.config, settings.micro_batch_tokens)
+        refuse_router_loss(model.config, settings.router_loss)
+        self._ties, self._files = ties_of(model), FileNames(model)
+        probe = probe_of(self.packed)
+        check_exact(self.packed, probe, torch.device("cpu"))
+        if settings.lora_rank:
+            add_adapters(model, settings.lora_rank, settings.lora_alpha)
+        self.packed.compute_dtype = self.dtype
+        self._to_device()
+        self.packed.train()
         if settings.activation_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        self._shard(layers_of(model))
-        self.optimizer = new_optimizer(self.scorer.parameters(), settings)
+        self._divide()
+        self._fsdp_modules = shard(self.packed, layers_of(model), self.meshes, self.dtype, offload=settings.offload)
+        if self.meshes.replica is not None:
+            check_exact(self.packed, probe, self.device)
+            self._reshard()
+        self.optimizer = new_optimizer(self._trained(), settings)
 
-    def _shard(self, layers: list[torch.nn.Module]) -> None:
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-        if self.dtype != torch.float32:
-            policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        alone = self.mesh.size() == 1
-        for module in (*layers, self.scorer):
-            fully_shard(module, mesh=self.mesh, mp_policy=policy, reshard_after_forward=not alone and module is not self.scorer)
-        self._root: Any = self.scorer
-        self._sharded = [module for module in self.scorer.modules() if isinstance(module, FSDPModule)]
-        for module in self._sharded:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.packed.parameters() if parameter.requires_grad]
+
+    def _to_device(self) -> None:
+        if not self.spec.learner.offload:
+            self.packed.to(self.device)
+            return
+        for module in self.packed.modules():  # weights stay; what is computed with on the device goes there
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(self.device))
+
+    def _divide(self) -> None:
+        model = self.packed.model
+        self._partial: list[torch.nn.Module] = []
+        if self.meshes.shares == "matrices":
+            assert self.meshes.replica is not None
+            self._partial = use_tensor_parallel(model, layers_of(model), self.meshes.replica)
+        elif self.meshes.shares == "tokens":
+            assert self.meshes.replica_group is not None
+            use_ulysses(model, self.meshes.replica_group)
+        self.packed.divide(self.meshes)
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -100,7 +142,7 @@ class FSDP2Engine(Engine):
 
     def _reshard(self) -> None:
         # gathered copies that outlive a pass would hide the next optimizer step
-        for module in self._sharded:
+        for module in self._fsdp_modules:
             module.reshard()
 
     def forward_backward_batch(
@@ -108,9 +150,9 @@ class FSDP2Engine(Engine):
     ) -> BatchOutput:
         """See :class:`Engine`."""
         settings = self.spec.learner
-        micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt)
+        micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt, quadratic=batch.quadratic)
         packed_tokens = sum(len(micro) for micro in micros)
-        micros += [filler()] * (self._agree_max(len(micros)) - len(micros))
+        micros += [self._filler()] * (self._agree_max(len(micros)) - len(micros))
         out_N = tuple(np.zeros(len(row.trajectory), dtype=np.float32) for row in batch.rows_N)
         sums: torch.Tensor | None = None
         for k, micro in enumerate(micros):
@@ -118,29 +160,51 @@ class FSDP2Engine(Engine):
                 self._abandon(loss, batch, begun=k > 0 and not forward_only)
             moved = micro.to(self.device)
             if forward_only:
-                scatter(self.scorer(moved, False)[0], micro, out_N)
+                scatter(self.packed.predict(moved), micro, out_N)
                 continue
             assert loss is not None
             part = self._forward_backward(moved, loss, batch, last=k == len(micros) - 1)
             sums = part if sums is None else sums + part
         if sums is not None:
-            dist.all_reduce(sums, group=self.data_parallel_group)
-        return BatchOutput(sums=sums, logprobs_N=out_N if forward_only else (), packed_tokens=packed_tokens)
+            self._complete_gradients()
+            dist.all_reduce(sums[:-1], group=self.data_parallel_group)
+            dist.all_reduce(sums[-1:])
+        return BatchOutput(
+            sums=None if sums is None else sums[:-1],
+            router_loss=0.0 if sums is None else float(sums[-1]),
+            predictions_N=out_N if forward_only else (),
+            packed_tokens=packed_tokens,
+        )
+
+    def _filler(self) -> MicroBatch:
+        replica = self.meshes.replica
+        return filler(2 if replica is None else max(2, replica.size()))
 
     def _forward_backward(self, micro: MicroBatch, loss: LossFunction, batch: Batch, *, last: bool) -> torch.Tensor:
-        self._root.set_requires_gradient_sync(last)
-        self._root.set_is_last_backward(last)
-        self._root.set_reshard_after_backward(last or self.mesh.size() > 1)
-        logprobs, entropy = self.scorer(micro, loss.entropy_gradient)
-        output = loss(logprobs, entropy, micro, batch.denominators)
-        torch.autograd.backward(output.loss)
-        return output.sums
+        """Sums of the loss, and as the last one this rank's part of the router's."""
+        root: Any = self.packed
+        root.set_requires_gradient_sync(last)
+        root.set_is_last_backward(last)
+        root.set_reshard_after_backward(last or self.meshes.layers_are_sharded)
+        *predictions, router = self._predict(micro, loss)
+        output = loss(*predictions, micro, batch.denominators)
+        router = router / max(batch.denominators.trajectories, 1)
+        weight = self.spec.learner.router_loss
+        torch.autograd.backward(output.loss + weight * router if weight else output.loss)
+        return torch.cat([output.sums, router.detach().double()[None]])
+
+    def _complete_gradients(self) -> None:
+        """Sums over the replica what its ranks hold parts of."""
+        for module in self._partial:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(local(parameter.grad), group=self.meshes.replica_group)
 
     def _abandon(self, loss: LossFunction | None, batch: Batch, *, begun: bool) -> NoReturn:
         if begun:
             # gradients of earlier micro-batches are still held unsharded: a last pass of weight zero brings them where they can be dropped
             assert loss is not None
-            self._forward_backward(filler().to(self.device), loss, batch, last=True)
+            self._forward_backward(self._filler().to(self.device), loss, batch, last=True)
             self.optimizer_zero_grad()
         raise StepAbandoned
 
@@ -156,13 +220,13 @@ class FSDP2Engine(Engine):
 
     def scale_gradients(self, factor: float) -> None:
         """See :class:`Engine`."""
-        for parameter in self.scorer.parameters():
+        for parameter in self._trained():
             if parameter.grad is not None:
                 local(parameter.grad).mul_(factor)
 
     def optimizer_step(self) -> tuple[float, bool]:
         """See :class:`Engine`."""
-        norm = clip_gradients(self.scorer.parameters(), self.spec.learner.grad_clip, self.data_parallel_group, self.mesh.size())
+        norm = clip_gradients(self._trained(), self.spec.learner.grad_clip, dist.get_world_size())
         if not np.isfinite(norm):
             return norm, False
         self.optimizer.step()
@@ -182,29 +246,50 @@ class FSDP2Engine(Engine):
     @property
     def data_parallel_size(self) -> int:
         """See :class:`Engine`."""
-        return self.mesh.size()
+        return self.meshes.data.size()
 
     @property
     def data_parallel_rank(self) -> int:
         """See :class:`Engine`."""
-        return self.mesh.get_local_rank()
+        return self.meshes.data.get_local_rank()
 
     @property
     def data_parallel_group(self) -> dist.ProcessGroup:
         """See :class:`Engine`."""
-        return self.mesh.get_group()
+        return self.meshes.data.get_group()
 
     @property
     def is_mp_source(self) -> bool:
-        """True on every rank: no tensor, pipeline or context parallelism here."""
-        return True
+        """True on the first rank of each replica."""
+        return self.meshes.is_source
+
+    @property
+    def model_parallel_group(self) -> dist.ProcessGroup | None:
+        """See :class:`Engine`."""
+        return self.meshes.replica_group
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See :class:`Engine`; adapters are merged into what they adapt."""
+        settings = self.spec.learner
+        parameters = dict(self.packed.model.named_parameters())
+        for name, parameter in parameters.items():
+            if is_adapter(name):
+                continue
+            full = self._full(parameter)
+            if name.endswith(ADAPTED):
+                pair = {part: self._full(parameters[part]) for part in low_rank_of(name)}
+                full = merged(name, full, pair, settings.lora_alpha / settings.lora_rank)
+            for file_name, tensor in self._files.of(base_name(name), full.to(self.dtype)):
+                yield file_name, tensor.contiguous()
+
+    def _full(self, parameter: torch.Tensor) -> torch.Tensor:
+        moved: Any = parameter.detach().to(self.device)  # collectives run where the model computes
+        full: torch.Tensor = moved.full_tensor() if isinstance(moved, DTensor) else moved
+        return full
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[None]:
         """See :class:`Engine`."""
-        for name, parameter in self.scorer.model.named_parameters():
-            tensor = parameter.detach()
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            yield name, full.to(self.dtype)
+        return adapters_off(self.packed) if self.spec.learner.lora_rank else super().without_adapters()
 
     def ties(self) -> dict[str, str]:
         """See :class:`Engine`."""
@@ -220,6 +305,45 @@ class FSDP2Engine(Engine):
         self._set_learning_rate()
 
     def _state(self) -> EngineState:
-        return EngineState(
-            model=self.scorer.model, optimizer=self.optimizer, optimizer_steps=self.optimizer_steps, group=self.data_parallel_group
+        return EngineState(model=self.packed.model, optimizer=self.optimizer, optimizer_steps=self.optimizer_steps)
+
+
+@EngineRegistry.register(model_type="language_model", backend="fsdp2", devices=("cpu", "cuda"))
+class FSDP2Engine(FSDP2Base):
+    """A causal language model: log-probs of the sampled tokens, and entropies."""
+
+    capabilities = _capabilities("causal language model")
+
+    def _load(self) -> PackedModel:
+        settings = self.spec.learner
+        return Scorer(
+            load_model(self.spec.model_dir, settings.attention),
+            attention=settings.attention,
+            chunk_tokens=settings.logits_chunk_tokens,
+            compute_dtype=torch.float32,
+            router_loss=settings.router_loss > 0,
         )
+
+    def _predict(self, micro: MicroBatch, loss: LossFunction) -> tuple[torch.Tensor, ...]:
+        predictions: tuple[torch.Tensor, ...] = self.packed(micro, loss.entropy_gradient)
+        return predictions
+
+
+@EngineRegistry.register(model_type="value_model", backend="fsdp2", devices=("cpu", "cuda"))
+class FSDP2ValueEngine(FSDP2Base):
+    """A decoder under a value head: the return expected before each sampled token."""
+
+    capabilities = _capabilities("decoder under a head of one number")
+
+    def _load(self) -> PackedModel:
+        settings = self.spec.learner
+        return Valuer(
+            load_value_model(self.spec.model_dir, settings.attention),
+            attention=settings.attention,
+            compute_dtype=torch.float32,
+            router_loss=settings.router_loss > 0,
+        )
+
+    def _predict(self, micro: MicroBatch, loss: LossFunction) -> tuple[torch.Tensor, ...]:
+        predictions: tuple[torch.Tensor, ...] = self.packed(micro)
+        return predictions

@@ -22,22 +22,21 @@ __all__ = ["EngineState", "load_state", "save_state"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """What is saved: the sharded model, its optimizer, the schedule's place, and the ranks that hold them."""
+    """What is saved: the sharded model, its optimizer, and the schedule's place."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     optimizer_steps: int
-    group: dist.ProcessGroup
 
 
 def save_state(state: EngineState, folder: Path, synced: bool) -> None:
     """Writes the DCP files; collective. Unless ``synced`` they may still be on their way to the disk."""
-    tensors = _tensors(state) | _rng(state)
+    tensors = _tensors(state) | _rng()
     checksums = torch.serialization.get_crc32_options()
     # zip's checksum is more than half the time of a save, and a stop has seconds
     torch.serialization.set_crc32_options(False)
     try:
-        save(tensors, storage_writer=FileSystemWriter(str(folder), sync_files=synced), process_group=state.group)
+        save(tensors, storage_writer=FileSystemWriter(str(folder), sync_files=synced))
     finally:
         torch.serialization.set_crc32_options(checksums)
 
@@ -47,9 +46,9 @@ def load_state(state: EngineState, folder: Path) -> int:
     tensors = _tensors(state)
     known = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     ranks = sum(1 for key in known if key.startswith("rng."))
-    rng = _rng(state) if ranks == dist.get_world_size(state.group) else {}
+    rng = _rng() if ranks == dist.get_world_size() else {}
     rng = {key: value for key, value in rng.items() if key in known}
-    load(tensors | rng, checkpoint_id=str(folder), process_group=state.group)
+    load(tensors | rng, checkpoint_id=str(folder))
     for name, parameter in state.model.named_parameters():
         state.optimizer.state[parameter] = {
             "step": tensors[f"adam_step.{name}"],
@@ -78,8 +77,8 @@ def _fresh_moments(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     return {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight), "step": step}
 
 
-def _rng(state: EngineState) -> dict[str, torch.Tensor]:
-    rank = dist.get_rank(state.group)
+def _rng() -> dict[str, torch.Tensor]:
+    rank = dist.get_rank()
     states = {f"rng.{rank}": torch.get_rng_state()}
     if torch.cuda.is_available():
         states[f"rng_cuda.{rank}"] = torch.cuda.get_rng_state()

@@ -1,31 +1,64 @@
-"""Loads a Hugging Face causal model for training and proves, before it is sharded, that packing and the head path are exact on it."""
+"""Loads a Hugging Face model for training, and finds in it what is sharded and what is tied."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
 from asyncrl.errors import UnsupportedError
-from asyncrl.learner.batch import Row
-from asyncrl.learner.packing import pack
-from asyncrl.learner.scoring import Scorer
-from asyncrl.trajectory import Trajectory, VersionSpan
 
-__all__ = ["check_exact", "layers_of", "load_model", "ties_of"]
+__all__ = ["layers_of", "load_model", "load_value_model", "refuse_router_loss", "refuse_windows", "ties_of"]
 
-_TOLERANCE_NATS = 1e-3
+_SEED = 0  # of a value head that a folder does not have: every rank starts from the same
 
 
 def load_model(model_dir: str, attention: str) -> Any:
-    """The model in float32 on the CPU, every dropout off: learner and generator must compute the same function."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """The causal model in float32 on the CPU, every dropout off: learner and generator must compute the same function."""
+    from transformers import AutoModelForCausalLM
+
+    config = _config(model_dir)
+    return AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype=torch.float32, attn_implementation=attention)
+
+
+def load_value_model(model_dir: str, attention: str) -> Any:
+    """The decoder in float32 on the CPU under a head of one number (``score``), read from the folder or drawn anew."""
+    from transformers import AutoModelForTokenClassification
+
+    config = _config(model_dir)
+    config.num_labels = 1
+    config.classifier_dropout = 0.0
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        return AutoModelForTokenClassification.from_pretrained(model_dir, config=config, dtype=torch.float32, attn_implementation=attention)
+
+
+def _config(model_dir: str) -> Any:
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_dir)
     for name in [name for name in vars(config) if name.endswith(("dropout", "_pdrop"))]:
         setattr(config, name, 0.0)
-    return AutoModelForCausalLM.from_pretrained(model_dir, config=config, dtype=torch.float32, attn_implementation=attention)
+    return config
+
+
+def refuse_windows(config: Any, cap_tokens: int) -> None:
+    """Raises UnsupportedError where a model's attention forgets tokens inside a pack: the masks made here know no window."""
+    kinds = getattr(config, "layer_types", None)
+    slides = "sliding_attention" in kinds if kinds else getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None)
+    if slides and window and window < cap_tokens:
+        raise UnsupportedError(
+            f"attention reaches over learner.micro_batch_tokens = {cap_tokens} tokens; {config.model_type} slides over {window} "
+            f"tokens: set learner.micro_batch_tokens to at most {window}"
+        )
+
+
+def refuse_router_loss(config: Any, weight: float) -> None:
+    """Raises UnsupportedError where a router's loss is asked of a model without experts."""
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if weight and not experts:
+        raise UnsupportedError(f"learner.router_loss is for a mixture of experts; met {weight} for {config.model_type}: set it to 0")
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:
@@ -50,54 +83,3 @@ def ties_of(model: torch.nn.Module) -> dict[str, str]:
         if carrier != name:
             ties[name] = carrier
     return ties
-
-
-@torch.no_grad()
-def check_exact(scorer: Scorer) -> None:
-    """Two siblings behind a shared prompt and a stranger, packed, against the model's own logits one by one.
-
-    Raises:
-        UnsupportedError: attention leaks between packed sequences, or the head does more than one matrix product.
-    """
-    model, vocabulary = scorer.model, scorer.model.get_input_embeddings().weight.shape[0]
-    probes = (("siblings", [1, 2, 3, 4, 5]), ("siblings", [1, 2, 3, 6, 4, 7]), ("stranger", [4, 3, 2, 1]))
-    rows = [_probe(group, i, [token % vocabulary for token in ids]) for i, (group, ids) in enumerate(probes)]
-    (micro,) = pack(rows, cap_tokens=64, shared_prompt=True)
-    packed, _ = scorer(micro, False)
-    for local, row in enumerate(micro.row_indices):
-        trajectory = rows[row].trajectory
-        tokens = torch.from_numpy(trajectory.input_ids.astype(np.int64))[None]
-        alone = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits[0].float(), dim=-1)
-        expected = alone[:-1].gather(1, tokens[0, 1:, None])[trajectory.prompt_length - 1 :, 0]
-        worst = (packed[micro.rows == local] - expected).abs().max().item()
-        if not worst < _TOLERANCE_NATS:
-            raise UnsupportedError(
-                f"packed log-probs of {type(model).__name__} with attention {scorer.attention!r} differ by {worst:.3g} nats from those "
-                f"of one sequence alone (limit {_TOLERANCE_NATS}): its attention leaks or its head is more than a projection"
-            )
-
-
-def _probe(group_id: str, sibling: int, ids: list[int]) -> Row:
-    mask = [index >= 3 for index in range(len(ids))]
-    trajectory = Trajectory.checked(
-        group_id=group_id,
-        ticket=0,
-        attempt=0,
-        sibling=sibling,
-        sample=0,
-        prompt_id="probe",
-        seed=0,
-        incarnation=0,
-        input_ids=ids,
-        loss_mask=mask,
-        behavior_logprobs=[0.0] * len(ids),
-        version_spans=[VersionSpan(3, 0)],
-        reward=0.0,
-        finish_reason="stop",
-        temperature=1.0,
-        generator="probe",
-        engine="probe",
-        dispatched_s=0.0,
-        finished_s=0.0,
-    )
-    return Row(trajectory=trajectory, advantage=0.0)

@@ -2,7 +2,8 @@
 
 A *part* is what cannot be separated: one trajectory, or several siblings behind their shared prompt. A group larger than the
 cap becomes several parts, each with the prompt again; only a single trajectory longer than the cap is an error. Parts fill
-micro-batches first-fit, longest first, ties by row: the same rows always give the same micro-batches.
+micro-batches first-fit, longest first, ties by row: the same rows always give the same micro-batches. Where other replicas run theirs
+at the same time, the most expensive micro-batch is first on each: the layers' collectives make all wait for the slowest.
 
 Index i of every jagged array is token i of its trajectory: the hidden state before it predicts it, and position 0 has none.
 """
@@ -11,14 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from asyncrl.errors import DataError
 from asyncrl.learner.batch import MicroBatch, Row
+from asyncrl.learner.cost import work_of
 
 __all__ = ["Part", "attention_mask", "filler", "pack", "pack_parts", "parts_of", "scatter"]
+
+
+_WHOLE = ("segments", "parents", "sources", "targets", "rows", "columns", "row_segments", "row_parents")
+_OPTIONAL = ("proximal_logprobs", "returns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +37,16 @@ class Part:
     size_tokens: int
 
 
-def pack(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool) -> list[MicroBatch]:
-    """Packs rows; as few micro-batches as first-fit finds.
+def pack(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool, quadratic: float | None = None) -> list[MicroBatch]:
+    """Packs rows; as few micro-batches as first-fit finds, in its order or, where ``quadratic`` prices a token pair, by falling cost.
 
     Raises:
         DataError: a single trajectory longer than ``cap_tokens``, named with its length.
     """
-    parts = parts_of(rows_N, cap_tokens=cap_tokens, shared_prompt=shared_prompt)
-    return [_micro_batch(rows_N, chosen) for chosen in pack_parts(parts, cap_tokens)]
+    bins = pack_parts(parts_of(rows_N, cap_tokens=cap_tokens, shared_prompt=shared_prompt), cap_tokens)
+    if quadratic is not None:
+        bins.sort(key=lambda chosen: -sum(_cost(rows_N, part, quadratic) for part in chosen))
+    return [_micro_batch(rows_N, chosen) for chosen in bins]
 
 
 def parts_of(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool) -> list[Part]:
@@ -46,8 +55,8 @@ def parts_of(rows_N: Sequence[Row], *, cap_tokens: int, shared_prompt: bool) -> 
     for i, row in enumerate(rows_N):
         if len(row.trajectory) > cap_tokens:
             raise DataError(
-                f"a trajectory has at most learner.micro_batch_tokens = {cap_tokens} tokens; met {len(row.trajectory)}: "
-                f"raise it or lower generator.max_new_tokens",
+                f"a trajectory has at most learner.micro_batch_tokens = {cap_tokens} tokens; met {len(row.trajectory)} in sibling "
+                f"{row.trajectory.sibling} of group {row.trajectory.group_id}: raise it or lower generator.max_new_tokens",
                 group_id=row.trajectory.group_id,
                 sibling=row.trajectory.sibling,
             )
@@ -76,13 +85,13 @@ def pack_parts(parts: Sequence[Part], cap_tokens: int) -> list[list[Part]]:
     return [sorted(chosen, key=lambda p: p.rows) for chosen in bins]
 
 
-def filler() -> MicroBatch:
-    """A micro-batch of weight zero: two tokens, one target, mask 0.0. It keeps ranks with fewer rows in step."""
-    zeros, zero = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    none = torch.zeros(1)
+def filler(size_tokens: int = 2) -> MicroBatch:
+    """A micro-batch of weight zero: a few tokens, one target, mask 0.0. It keeps ranks with fewer rows in step."""
+    zeros, zero = torch.zeros(1, size_tokens, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    none, nobody = torch.zeros(1), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         input_ids=zeros,
-        position_ids=torch.arange(2)[None],
+        position_ids=torch.arange(size_tokens)[None],
         segments=zeros[0],
         parents=zeros[0],
         sources=zero,
@@ -90,10 +99,13 @@ def filler() -> MicroBatch:
         temperatures=torch.ones(1),
         behavior_logprobs=none,
         proximal_logprobs=none,
+        returns=none,
         advantages=none,
         mask=none,
         rows=zero,
         columns=zero,
+        row_segments=nobody,
+        row_parents=nobody,
         row_indices=(),
     )
 
@@ -115,6 +127,11 @@ def scatter(values: torch.Tensor, micro: MicroBatch, out_N: Sequence[np.ndarray]
     for local, row in enumerate(micro.row_indices):
         chosen = rows == local
         out_N[row][columns[chosen]] = flat[chosen]
+
+
+def _cost(rows_N: Sequence[Row], part: Part, quadratic: float) -> float:
+    tokens, pairs = work_of([len(rows_N[i].trajectory) - part.shared_tokens for i in part.rows], part.shared_tokens)
+    return tokens + quadratic * pairs
 
 
 def _same_prompt(rows_N: Sequence[Row], members: list[int]) -> bool:
@@ -163,7 +180,7 @@ def _micro_batch(rows_N: Sequence[Row], parts: Sequence[Part]) -> MicroBatch:
         for i in part.rows:
             parent = prompt_segment if part.shared_tokens else columns.segment
             _add_row(columns, rows_N[i], local[i], part.shared_tokens, prompt_at, parent)
-    return _assemble(columns, indices, proximal=all(rows_N[i].proximal_logprobs is not None for i in indices))
+    return _assemble(columns, indices, [name for name in _OPTIONAL if all(getattr(rows_N[i], name) is not None for i in indices)])
 
 
 def _add_segment(columns: _Columns, ids: np.ndarray, first_position: int, parent: int) -> None:
@@ -180,6 +197,7 @@ def _add_segment(columns: _Columns, ids: np.ndarray, first_position: int, parent
 
 def _add_row(columns: _Columns, row: Row, local: int, shared: int, prompt_at: int, parent: int) -> None:
     trajectory, at = row.trajectory, columns.length
+    columns.add(row_segments=np.array([columns.segment]), row_parents=np.array([parent]))
     _add_segment(columns, trajectory.input_ids[shared:], shared, parent)
     sampled = np.flatnonzero(trajectory.loss_mask)
     before = sampled - 1
@@ -192,19 +210,20 @@ def _add_row(columns: _Columns, row: Row, local: int, shared: int, prompt_at: in
         rows=np.full(len(sampled), local),
         columns=sampled,
     )
-    if row.proximal_logprobs is not None:
-        columns.add(proximal_logprobs=row.proximal_logprobs[sampled])
+    for name in _OPTIONAL:
+        values = getattr(row, name)
+        if values is not None:
+            columns.add(**{name: values[sampled]})
 
 
-def _assemble(columns: _Columns, indices: tuple[int, ...], *, proximal: bool) -> MicroBatch:
-    whole = {name: columns.tensor(name, torch.int64) for name in ("segments", "parents", "sources", "targets", "rows", "columns")}
-    real = {name: columns.tensor(name, torch.float32) for name in ("temperatures", "behavior_logprobs", "advantages")}
+def _assemble(columns: _Columns, indices: tuple[int, ...], given: Sequence[str]) -> MicroBatch:
+    whole = {name: columns.tensor(name, torch.int64) for name in _WHOLE}
+    absent: dict[str, Any] = dict.fromkeys(_OPTIONAL)
+    real = {name: columns.tensor(name, torch.float32) for name in ("temperatures", "behavior_logprobs", "advantages", *given)}
     return MicroBatch(
         input_ids=columns.tensor("input_ids", torch.int64)[None],
         position_ids=columns.tensor("position_ids", torch.int64)[None],
-        proximal_logprobs=columns.tensor("proximal_logprobs", torch.float32) if proximal else None,
         mask=torch.ones(len(whole["rows"])),
         row_indices=indices,
-        **whole,
-        **real,
+        **(absent | whole | real),
     )

@@ -1,8 +1,9 @@
 """The plan of one training step, made from metadata alone: who trains which group in which update, and what divides the loss.
 
 A batch is split into mini-batches in training order; one mini-batch is one optimizer step. Inside a mini-batch whole groups go to
-data-parallel replicas, the most expensive first, each to the replica with the least work. Denominators are counted here, once,
-over all replicas, from exactly the rows that are trained. Rank 0 makes the plan and sends it to the others as msgpack.
+data-parallel replicas, so that the one with the most work has as little as can be had (:mod:`asyncrl.learner.balance`).
+Denominators are counted here, once, over all replicas, from exactly the rows that are trained. Rank 0 makes the plan and sends it to
+the others as msgpack.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 import msgspec
 
 from asyncrl.errors import DataError, VersionError
+from asyncrl.learner.balance import partition
+from asyncrl.learner.cost import work_of
 from asyncrl.trajectory import GroupMeta, TrajectoryGroup
 
 __all__ = ["MiniBatchPlan", "PlanSettings", "StepPlan", "check_payload", "cost_of", "plan_step", "staleness_histogram"]
@@ -30,7 +33,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One training step.
 
     ``step`` is the learner's step at its start; ``skipped`` are leased groups without signal; ``recompute`` asks for proximal
-    log-probs of the weights at the start; ``sizes`` tells what each payload must hold: (trajectories, sampled tokens) by ticket.
+    log-probs of the weights at the start; ``sizes`` tells what each payload must hold: (trajectories, sampled tokens) by ticket;
+    ``quadratic`` as in :class:`PlanSettings`, None where one replica has no other to keep step with.
     """
 
     step: int
@@ -38,6 +42,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     skipped: tuple[int, ...]
     recompute: bool
     sizes: dict[int, tuple[int, int]]
+    quadratic: float | None
 
     def tickets_of(self, replica: int) -> tuple[int, ...]:
         """What a replica trains in this step, in training order."""
@@ -50,7 +55,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``quadratic`` weighs a token pair against a token in the cost; about 1/(6 · hidden size) for a transformer."""
+    """``quadratic`` is the cost of a token pair in units of a token, see :mod:`asyncrl.learner.cost`."""
 
     replicas: int
     mini_batches: int
@@ -80,6 +85,7 @@ def plan_step(step: int, groups: Sequence[GroupMeta], settings: PlanSettings, *,
         skipped=tuple(meta.ticket for meta in ordered if meta.ticket not in kept),
         recompute=recompute,
         sizes={meta.ticket: (len(meta.lengths_N), meta.num_sampled_tokens) for meta in trained},
+        quadratic=settings.quadratic if settings.replicas > 1 else None,
     )
 
 
@@ -87,11 +93,9 @@ def cost_of(meta: GroupMeta, settings: PlanSettings) -> float:
     """Work of one group in units of a token: linear in the tokens computed, quadratic in what attends to what."""
     prompts = meta.prompt_lengths_N
     if settings.shared_prompt and len(set(prompts)) == 1:
-        lengths = [length - prompts[0] for length in meta.lengths_N]
-        tokens = prompts[0] + sum(lengths)
-        pairs = prompts[0] ** 2 + sum(length * (length + 2 * prompts[0]) for length in lengths)
+        tokens, pairs = work_of([length - prompts[0] for length in meta.lengths_N], prompts[0])
     else:
-        tokens, pairs = sum(meta.lengths_N), sum(length**2 for length in meta.lengths_N)
+        tokens, pairs = work_of(meta.lengths_N, 0)
     return tokens + settings.quadratic * pairs
 
 
@@ -128,14 +132,8 @@ def check_payload(plan: StepPlan, group: TrajectoryGroup) -> None:
 
 
 def _mini_batch(groups: Sequence[GroupMeta], settings: PlanSettings) -> MiniBatchPlan:
-    load = [0.0] * settings.replicas
-    tickets: list[list[int]] = [[] for _ in range(settings.replicas)]
-    for cost, meta in sorted(((cost_of(meta, settings), meta) for meta in groups), key=lambda item: (-item[0], item[1].ticket)):
-        replica = load.index(min(load))
-        load[replica] += cost
-        tickets[replica].append(meta.ticket)
     return MiniBatchPlan(
-        tickets_by_replica=tuple(tuple(sorted(chosen)) for chosen in tickets),
+        tickets_by_replica=partition({meta.ticket: cost_of(meta, settings) for meta in groups}, settings.replicas),
         tokens=sum(meta.num_sampled_tokens for meta in groups),
         trajectories=sum(len(meta.lengths_N) for meta in groups),
     )

@@ -1,8 +1,7 @@
 """A Hugging Face causal language model that answers with log-probs of the sampled tokens instead of logits.
 
-Wrapping it in one module lets FSDP's root hooks gather embedding, final norm and head for the whole pass. Only positions that
-predict a sampled token go through the head, ``chunk_tokens`` at a time; with more than one chunk the logits of each are computed
-again in the backward pass, so that no more than one chunk of them ever lives.
+Only positions that predict a sampled token go through the head, ``chunk_tokens`` at a time; with more than one chunk the logits of
+each are computed again in the backward pass, so that no more than one chunk of them ever lives.
 """
 
 from __future__ import annotations
@@ -10,43 +9,52 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.learner.batch import MicroBatch
-from asyncrl.learner.packing import attention_mask
+from asyncrl.learner.packed import PackedModel
 
 __all__ = ["Scorer", "tempered_logprobs"]
 
 
-class Scorer(nn.Module):
-    """Packed tokens → (log-probs, entropy) of the sampled ones.
+class Scorer(PackedModel):
+    """Packed tokens → log-probs and entropies of the sampled ones.
 
     Args:
-        model: the causal model; its attention implementation is ``sdpa`` or ``eager``.
-        attention: which of the two.
-        chunk_tokens: positions whose logits exist at a time.
-        compute_dtype: precision of the forward pass.
+        chunk_tokens: positions whose logits exist at a time; the others are those of :class:`PackedModel`.
     """
 
-    def __init__(self, model: Any, *, attention: str, chunk_tokens: int, compute_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model = model
-        self.attention = attention
+    def __init__(self, model: Any, *, attention: str, chunk_tokens: int, compute_dtype: torch.dtype, router_loss: bool = False) -> None:
+        super().__init__(model, attention=attention, compute_dtype=compute_dtype, router_loss=router_loss)
         self.chunk_tokens = chunk_tokens
-        self.compute_dtype = compute_dtype
 
-    def forward(self, micro: MicroBatch, entropy_gradient: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs at each trajectory's temperature and entropies, both float32 [K]."""
-        mask = attention_mask(micro, additive=self.compute_dtype if self.attention == "eager" else None)
-        output = self.model.get_decoder()(input_ids=micro.input_ids, position_ids=micro.position_ids, attention_mask=mask, use_cache=False)
-        hidden = output.last_hidden_state[0].index_select(0, micro.sources)  # [K, H]
+    def forward(self, micro: MicroBatch, entropy_gradient: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probs at each trajectory's temperature and entropies, both float32 [K], and the router's loss."""
+        decoded = self.decode(micro)
+        own = slice(None) if decoded.own is None else decoded.own
+        logprobs, entropy = self._head(decoded.hidden, micro.targets[own], micro.temperatures[own], entropy_gradient)
+        return self.collect(logprobs, decoded, micro), self.collect(entropy, decoded, micro), decoded.router
+
+    def predict(self, micro: MicroBatch) -> torch.Tensor:
+        """Log-probs, float32 [K]."""
+        logprobs: torch.Tensor = self(micro, False)[0]
+        return logprobs
+
+    @staticmethod
+    def alone(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """See :class:`PackedModel`."""
+        return torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0]
+
+    def _head(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, entropy_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probs and entropies of [K, H], ``chunk_tokens`` at a time."""
         head = self.model.get_output_embeddings()
         pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for start in range(0, len(micro.targets), self.chunk_tokens):
+        for start in range(0, max(len(targets), 1), self.chunk_tokens):
             part = slice(start, start + self.chunk_tokens)
-            arguments = (head, hidden[part], micro.targets[part], micro.temperatures[part], entropy_gradient)
-            if len(micro.targets) > self.chunk_tokens and torch.is_grad_enabled():
+            arguments = (head, hidden[part], targets[part], temperatures[part], entropy_gradient)
+            if len(targets) > self.chunk_tokens and torch.is_grad_enabled():
                 pieces.append(checkpoint(tempered_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False))
             else:
                 pieces.append(tempered_logprobs(*arguments))

@@ -98,9 +98,9 @@ def test_packed_log_probs_equal_those_of_one_sequence_alone(tmp_path: Path, atte
     one_rank()
     engine, _ = engine_run(tiny_model_dir(tmp_path, kind=kind), [], attention=attention)
     rows = rows_of(random_groups(5, 3, seed=9))
-    packed = engine.infer_batch(batch_of(rows), should_stop=lambda: False).logprobs_N
+    packed = engine.infer_batch(batch_of(rows), should_stop=lambda: False).predictions_N
     for row, together in zip(rows, packed, strict=True):
-        (alone,) = engine.infer_batch(batch_of((row,)), should_stop=lambda: False).logprobs_N
+        (alone,) = engine.infer_batch(batch_of((row,)), should_stop=lambda: False).predictions_N
         np.testing.assert_allclose(together, alone, atol=1e-5)
         assert together[~row.trajectory.loss_mask].tolist() == [0.0] * (len(together) - row.trajectory.num_sampled_tokens)
         assert (together[row.trajectory.loss_mask] < 0).all()
@@ -113,7 +113,7 @@ def test_b04_log_prob_i_is_that_of_token_i(tmp_path: Path):
     model_dir = tiny_model_dir(tmp_path)
     engine, _ = engine_run(model_dir, [])
     row = rows_of(random_groups(1, 2, seed=1))[0]
-    (found,) = engine.infer_batch(batch_of((row,)), should_stop=lambda: False).logprobs_N
+    (found,) = engine.infer_batch(batch_of((row,)), should_stop=lambda: False).predictions_N
     ids = torch.from_numpy(row.trajectory.input_ids.astype(np.int64))
     logits = AutoModelForCausalLM.from_pretrained(model_dir)(input_ids=ids[None]).logits[0]
     for i in np.flatnonzero(row.trajectory.loss_mask):
@@ -130,7 +130,7 @@ def test_b01_the_ratio_of_an_unchanged_policy_is_one_at_its_temperature(tmp_path
         replace(row, trajectory=replace(row.trajectory, temperature=temperature if i % 2 else 1.0))
         for i, row in enumerate(rows_of(random_groups(2, 4, seed=2)))
     )
-    scored = engine.infer_batch(batch_of(rows), should_stop=lambda: False).logprobs_N
+    scored = engine.infer_batch(batch_of(rows), should_stop=lambda: False).predictions_N
     own = tuple(replace(row, trajectory=replace(row.trajectory, behavior_logprobs=s)) for row, s in zip(rows, scored, strict=True))
     output = train(engine, batch_of(own))
     tokens = float(output.sums[0])
@@ -211,11 +211,11 @@ def test_scoring_does_not_hide_the_next_optimizer_step(tmp_path: Path):
     one_rank()
     model_dir, rows = tiny_model_dir(tmp_path), batches_of(seed=40)
     engine, _ = engine_run(model_dir, [])
-    before = engine.infer_batch(batch_of(rows[1]), should_stop=lambda: False).logprobs_N
+    before = engine.infer_batch(batch_of(rows[1]), should_stop=lambda: False).predictions_N
     train(engine, batch_of(rows[0]))
-    after = engine.infer_batch(batch_of(rows[1]), should_stop=lambda: False).logprobs_N
+    after = engine.infer_batch(batch_of(rows[1]), should_stop=lambda: False).predictions_N
     fresh, _ = engine_run(model_dir, [batch_of(rows[0])])
-    expected = fresh.infer_batch(batch_of(rows[1]), should_stop=lambda: False).logprobs_N
+    expected = fresh.infer_batch(batch_of(rows[1]), should_stop=lambda: False).predictions_N
     assert not np.array_equal(before[0], after[0])
     assert all(np.array_equal(a, e) for a, e in zip(after, expected, strict=True))
 

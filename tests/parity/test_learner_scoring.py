@@ -8,8 +8,9 @@ import torch
 from learner_support import random_groups, rows_of, tiny_model_dir
 
 from asyncrl.errors import UnsupportedError
-from asyncrl.learner import scoring
-from asyncrl.learner.hf_model import check_exact, layers_of, load_model, ties_of
+from asyncrl.learner import packed, scoring
+from asyncrl.learner.exactness import check_exact, probe_of
+from asyncrl.learner.hf_model import layers_of, load_model, refuse_windows, ties_of
 from asyncrl.learner.packing import pack
 from asyncrl.learner.scoring import Scorer, tempered_logprobs
 
@@ -17,6 +18,10 @@ from asyncrl.learner.scoring import Scorer, tempered_logprobs
 def scorer_of(folder: Path, chunk_tokens: int = 1024, attention: str = "sdpa") -> Scorer:
     model = load_model(tiny_model_dir(folder), attention)
     return Scorer(model, attention=attention, chunk_tokens=chunk_tokens, compute_dtype=torch.float32)
+
+
+def prove(scorer: Scorer) -> None:
+    check_exact(scorer, probe_of(scorer), torch.device("cpu"))
 
 
 def logprob_at(temperature: float) -> tuple[float, float]:
@@ -49,7 +54,7 @@ def test_chunks_give_the_same_values_and_gradients_and_bound_the_logits(tmp_path
     results = []
     for chunk in (1024, 7):
         scorer = scorer_of(tmp_path, chunk)
-        logprobs, entropy = scorer(micro, True)
+        logprobs, entropy, _ = scorer(micro, True)
         (logprobs.sum() + 0.3 * entropy.sum()).backward()
         results.append((logprobs.detach(), entropy.detach(), [p.grad for p in scorer.parameters()]))
     (one, one_entropy, one_grads), (many, many_entropy, many_grads) = results
@@ -63,16 +68,16 @@ def test_chunks_give_the_same_values_and_gradients_and_bound_the_logits(tmp_path
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_model_that_packs_exactly_is_accepted(tmp_path: Path, attention: str):
-    check_exact(scorer_of(tmp_path, attention=attention))
+    prove(scorer_of(tmp_path, attention=attention))
 
 
 def test_a_planted_attention_leak_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def leaky(micro: Any, *, additive: Any) -> torch.Tensor:
         return torch.ones(len(micro), len(micro)).tril().bool()[None, None]
 
-    monkeypatch.setattr(scoring, "attention_mask", leaky)
+    monkeypatch.setattr(packed, "attention_mask", leaky)
     with pytest.raises(UnsupportedError, match="its attention leaks"):
-        check_exact(scorer_of(tmp_path))
+        prove(scorer_of(tmp_path))
 
 
 def test_a_head_that_is_more_than_a_projection_is_refused(tmp_path: Path):
@@ -93,7 +98,7 @@ def test_a_head_that_is_more_than_a_projection_is_refused(tmp_path: Path):
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     model = load_model(str(tmp_path), "sdpa")
     with pytest.raises(UnsupportedError, match="its head is more than a projection"):
-        check_exact(Scorer(model, attention="sdpa", chunk_tokens=64, compute_dtype=torch.float32))
+        prove(Scorer(model, attention="sdpa", chunk_tokens=64, compute_dtype=torch.float32))
 
 
 def test_layers_and_ties_are_found_by_what_the_model_declares(tmp_path: Path):
@@ -104,3 +109,13 @@ def test_layers_and_ties_are_found_by_what_the_model_declares(tmp_path: Path):
     assert ties_of(tied) == {"lm_head.weight": "model.embed_tokens.weight"}
     with pytest.raises(UnsupportedError, match="declares no decoder layers"):
         layers_of(torch.nn.Linear(2, 2))
+
+
+def test_a_sliding_window_shorter_than_a_pack_is_refused_and_one_that_is_off_is_not():
+    from transformers import MistralConfig, Qwen2Config
+
+    with pytest.raises(UnsupportedError, match="slides over 64 tokens"):
+        refuse_windows(MistralConfig(sliding_window=64), 65)
+    refuse_windows(MistralConfig(sliding_window=64), 64)
+    refuse_windows(MistralConfig(sliding_window=None), 65)
+    refuse_windows(Qwen2Config(sliding_window=64, use_sliding_window=False), 65)

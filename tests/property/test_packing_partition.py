@@ -9,7 +9,7 @@ from learner_support import batch_of, random_groups, rows_of, settings
 
 from asyncrl.learner.batch import Row
 from asyncrl.learner.objective import PolicyObjective
-from asyncrl.learner.packing import filler, pack, scatter
+from asyncrl.learner.packing import filler, pack, parts_of, scatter
 
 VALUES = torch.linspace(-6.0, -0.1, 997)
 
@@ -63,12 +63,19 @@ def test_b24_loss_and_gradient_do_not_depend_on_micro_batches_or_ranks(
 
 
 @examples(max_examples=100, deadline=None)
-@given(num_groups=st.integers(0, 6), size=st.integers(1, 6), cap=st.integers(11, 60), shared=st.booleans(), seed=st.integers(0, 10_000))
+@given(
+    num_groups=st.integers(0, 6),
+    size=st.integers(1, 6),
+    cap=st.integers(11, 60),
+    shared=st.booleans(),
+    quadratic=st.sampled_from([None, 0.0, 0.1]),
+    seed=st.integers(0, 10_000),
+)
 def test_every_sampled_token_is_packed_once_under_the_cap_behind_its_own_past(
-    num_groups: int, size: int, cap: int, shared: bool, seed: int
+    num_groups: int, size: int, cap: int, shared: bool, quadratic: float | None, seed: int
 ):
     rows = rows_of(random_groups(num_groups, size, seed=seed))
-    micros = pack(rows, cap_tokens=cap, shared_prompt=shared)
+    micros = pack(rows, cap_tokens=cap, shared_prompt=shared, quadratic=quadratic)
     seen: list[tuple[int, int]] = []
     for micro in micros:
         assert len(micro) <= cap
@@ -82,5 +89,7 @@ def test_every_sampled_token_is_packed_once_under_the_cap_behind_its_own_past(
             segment, parent = int(micro.segments[place]), int(micro.parents[place])
             visible = [p for p in range(place + 1) if int(micro.segments[p]) in (segment, parent)]
             assert [int(micro.input_ids[0, p]) for p in visible] == trajectory.input_ids[:column].tolist()
+    own = sum(part.size_tokens for part in parts_of(rows, cap_tokens=cap, shared_prompt=shared))
+    assert sum(len(micro) for micro in micros) == own  # no padding
     expected = [(i, int(c)) for i, row in enumerate(rows) for c in np.flatnonzero(row.trajectory.loss_mask)]
     assert sorted(seen) == expected

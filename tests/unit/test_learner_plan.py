@@ -27,12 +27,23 @@ def plan_settings(**fields: Any) -> PlanSettings:
     return PlanSettings(**values)
 
 
-def test_the_most_expensive_group_goes_first_and_each_to_the_least_loaded_replica():
+def test_replicas_get_groups_of_equal_cost_and_the_first_the_most_expensive_one():
     # costs 2 + 2n: 12, 8, 8, 4: replica 0 gets 12 and 4, replica 1 gets 8 and 8
     groups = [meta(0, 3), meta(1, 5), meta(2, 3), meta(3, 1)]
     plan = plan_step(7, groups, plan_settings(replicas=2), recompute=False)
     assert plan.mini_batches[0].tickets_by_replica == ((1, 3), (0, 2))
     assert plan.tickets_of(1) == (0, 2)
+
+
+def test_replicas_are_even_where_largest_first_to_the_least_loaded_is_not():
+    # costs 2 + 2n: 16, 14, 12, 10, 8; largest first would end at 34 and 26
+    plan = plan_step(0, [meta(t, n) for t, n in enumerate([7, 6, 5, 4, 3])], plan_settings(replicas=2), recompute=False)
+    assert plan.mini_batches[0].tickets_by_replica == ((0, 1), (2, 3, 4))
+
+
+def test_the_price_of_a_pair_goes_with_the_plan_where_there_are_replicas_to_keep_in_step():
+    assert plan_step(0, [meta(0, 1)], plan_settings(replicas=2, quadratic=0.25), recompute=False).quadratic == 0.25
+    assert plan_step(0, [meta(0, 1)], plan_settings(replicas=1, quadratic=0.25), recompute=False).quadratic is None
 
 
 def test_a_shared_prompt_is_paid_once_and_pairs_count_what_attends():

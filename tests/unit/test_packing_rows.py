@@ -85,7 +85,7 @@ def test_a_group_larger_than_the_cap_repeats_its_prompt_in_another_part():
 
 
 def test_a_single_trajectory_over_the_cap_is_named():
-    with pytest.raises(DataError, match=r"micro_batch_tokens = 4 tokens; met 5") as caught:
+    with pytest.raises(DataError, match=r"micro_batch_tokens = 4 tokens; met 5 in sibling 2 of group g9") as caught:
         pack(rows(trajectory([1, 2], [3, 4, 5], group="g9", sibling=2)), cap_tokens=4, shared_prompt=True)
     assert (caught.value.group_id, caught.value.sibling) == ("g9", 2)
 
@@ -94,6 +94,16 @@ def test_first_fit_fills_the_longest_first_and_never_passes_the_cap():
     parts = [Part(rows=(i,), shared_tokens=0, size_tokens=size) for i, size in enumerate([3, 7, 5, 3, 2])]
     bins = pack_parts(parts, 10)
     assert [[part.rows[0] for part in chosen] for chosen in bins] == [[0, 1], [2, 3, 4]]  # 7+3, 5+3+2
+
+
+def test_where_others_wait_the_most_expensive_micro_batch_comes_first():
+    # first-fit under 12: {8}, {7, 5}, {6, 6}; tokens 8, 12, 12; pairs 64, 74, 72
+    packed = rows(*(trajectory([1], [2] * (size - 1), group=f"g{i}") for i, size in enumerate([6, 7, 5, 8, 6])))
+    assert [len(m) for m in pack(packed, cap_tokens=12, shared_prompt=True)] == [8, 12, 12]
+    assert [m.row_indices for m in pack(packed, cap_tokens=12, shared_prompt=True, quadratic=0.0)] == [(1, 2), (0, 4), (3,)]
+    group = rows(*(trajectory([1] * 5, [2] * 3, group="g9", sibling=s) for s in range(2)))  # 11 tokens, 25 + 2 * 39 pairs
+    ordered = pack(packed[:1] + group, cap_tokens=12, shared_prompt=True, quadratic=0.1)
+    assert [m.row_indices for m in ordered] == [(1, 2), (0,)]
 
 
 def test_a_filler_counts_for_nothing_but_runs():

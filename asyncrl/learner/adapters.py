@@ -1,0 +1,67 @@
+"""LoRA on every linear layer of the decoder: what is trained, what the generators get, and the reference with the adapters off.
+
+Source: LoRA (arXiv:2106.09685), through ``peft``: y = W x + (alpha / rank) · B A x, B zero at the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["ADAPTED", "adapters_off", "add_adapters", "base_name", "is_adapter", "low_rank_of", "merged"]
+
+ADAPTED = "base_layer.weight"
+_SEED = 0  # every rank starts from the same adapters
+_A, _B = "lora_A.default.weight", "lora_B.default.weight"
+
+
+def add_adapters(model: Any, rank: int, alpha: int) -> None:
+    """Puts an adapter on each linear layer but the head, and freezes everything else but a value head."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, bias="none")
+        inject_adapter_in_model(config, model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or name.startswith("score."))
+
+
+@contextlib.contextmanager
+def adapters_off(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the model computes what it did before it had adapters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # the public switch changes requires_grad too, which sharded parameters remember
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter belongs to an adapter."""
+    return ".lora_" in name
+
+
+def base_name(name: str) -> str:
+    """The name that a parameter has in a model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def low_rank_of(name: str) -> tuple[str, str]:
+    """Names of A and B beside an adapted weight, which ends in ``ADAPTED``."""
+    stem = name.removesuffix(ADAPTED)
+    return stem + _A, stem + _B
+
+
+def merged(name: str, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
+    """The weight that does alone what ``weight`` does with its adapter: W + scale · B A, in the precision of ``weight``."""
+    a, b = (adapters[part] for part in low_rank_of(name))
+    return weight + scale * (b @ a)
