@@ -52,11 +52,11 @@ def rows_of(groups: Sequence[TrajectoryGroup]) -> tuple[Row, ...]:
     return tuple(Row(trajectory=t, advantage=2.0 * t.reward - 1.0) for group in groups for t in group.trajectories)
 
 
-def batch_of(mine: Sequence[TrajectoryGroup], all_groups: Sequence[TrajectoryGroup]) -> Batch:
-    """One replica's groups, with the denominators of all."""
+def batch_of(mine: Sequence[TrajectoryGroup], all_groups: Sequence[TrajectoryGroup], quadratic: float | None) -> Batch:
+    """One replica's groups, with the denominators of all; ``quadratic`` as in :class:`~asyncrl.learner.batch.Batch`."""
     rows = rows_of(all_groups)
     tokens = sum(row.trajectory.num_sampled_tokens for row in rows)
-    return Batch(rows_N=rows_of(mine), denominators=Denominators(tokens=tokens, trajectories=len(rows)))
+    return Batch(rows_N=rows_of(mine), denominators=Denominators(tokens=tokens, trajectories=len(rows)), quadratic=quadratic)
 
 
 def distinct_tokens(groups: Sequence[TrajectoryGroup]) -> int:

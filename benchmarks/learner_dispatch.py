@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from asyncrl.config import Config
+from asyncrl.learner.cost import analytic_ratio
 from asyncrl.learner.plan import PlanSettings, plan_step
 from asyncrl.trajectory import TrajectoryGroup
-from benchmarks.learner_data import long_tailed_groups
+from benchmarks.learner_data import batch_of, long_tailed_groups
 from benchmarks.learner_steps import engine_step, new_engine
 
 __all__ = ["balanced", "round_robin"]
@@ -29,11 +30,12 @@ __all__ = ["balanced", "round_robin"]
 RANKS = 2
 NUM_GROUPS, GROUP_SIZE, LONGEST = 24, 4, 960
 VOCABULARY, HIDDEN = 2048, 256
+QUADRATIC = analytic_ratio(HIDDEN)
 
 
 def balanced(groups: Sequence[TrajectoryGroup], ranks: int) -> list[list[TrajectoryGroup]]:
     """Groups of each rank as the learner plans them."""
-    settings = PlanSettings(replicas=ranks, mini_batches=1, keep_no_signal=True, shared_prompt=True, quadratic=1.0 / (6.0 * HIDDEN))
+    settings = PlanSettings(replicas=ranks, mini_batches=1, keep_no_signal=True, shared_prompt=True, quadratic=QUADRATIC)
     (mini,) = plan_step(0, [group.meta() for group in groups], settings, recompute=False).mini_batches
     by_ticket = {group.ticket: group for group in groups}
     return [[by_ticket[ticket] for ticket in tickets] for tickets in mini.tickets_by_replica]
@@ -50,7 +52,7 @@ def _rank(rank: int, folder: str, repeats: int) -> None:
     config = Config.model_validate({"learner": {"ranks": RANKS, "micro_batch_tokens": 1024}})
     groups = long_tailed_groups(NUM_GROUPS, GROUP_SIZE, vocabulary=VOCABULARY, longest=LONGEST)
     engine = new_engine(config, f"{folder}/model")
-    steps = [engine_step(engine, config, deal(groups, RANKS)[rank], groups) for deal in (balanced, round_robin)]
+    steps = [engine_step(engine, config, batch_of(deal(groups, RANKS)[rank], groups, QUADRATIC)) for deal in (balanced, round_robin)]
     times: list[list[float]] = [[], []]
     for repeat in range(repeats + 1):
         for side, step in enumerate(steps):

@@ -1,8 +1,8 @@
 """Peak memory of log-probs over a large vocabulary, forward and backward, in a process of its own.
 
 ``python -m benchmarks.learner_head chunked|dense`` prints one JSON object: the highest resident memory of the process less that
-before the pass. ``chunked`` is the learner's scorer with its default chunk; ``dense`` holds all logits, their log-softmax and its gradient. The model in front
-of the head has one layer and a hidden size of 64, so that log-probs and not weights are what is measured.
+before the pass. ``chunked`` is the learner's scorer with its default chunk; ``dense`` holds all logits, their log-softmax and its
+gradient. The model in front of the head has one layer and a hidden size of 64, so that log-probs and not weights are measured.
 """
 
 from __future__ import annotations

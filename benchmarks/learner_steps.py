@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from asyncrl.config import Config
 from asyncrl.config.compose import compose
+from asyncrl.learner.batch import Batch
 from asyncrl.learner.engine import Engine, EngineSpec
 from asyncrl.learner.objective import PolicyObjective, loss_settings
 from asyncrl.learner.packing import attention_mask, pack
@@ -62,11 +63,9 @@ def new_engine(config: Config, model_dir: str, **learner: Any) -> Engine:
     return engine
 
 
-def engine_step(
-    engine: Engine, config: Config, mine: Sequence[TrajectoryGroup], all_groups: Sequence[TrajectoryGroup]
-) -> Callable[[], Any]:
+def engine_step(engine: Engine, config: Config, batch: Batch) -> Callable[[], Any]:
     """One whole ``train_batch``: packing, forward, loss, backward, clipping, AdamW."""
-    objective, batch = PolicyObjective(loss_settings(config.algorithm), "behavior"), batch_of(mine, all_groups)
+    objective = PolicyObjective(loss_settings(config.algorithm), "behavior")
     return lambda: engine.train_batch(
         batch, objective, should_stop=lambda: False, rescale=lambda sums: objective.rescale(sums, batch.denominators)
     )
@@ -97,8 +96,9 @@ def bare_loop(config: Config, model_dir: str, groups: Sequence[TrajectoryGroup])
 
 def measure(config: Config, model_dir: str, groups: Sequence[TrajectoryGroup], repeats: int) -> Steps:
     """Counts in a first step of each side, then times ``repeats`` steps of each in turn."""
-    shared = engine_step(new_engine(config, model_dir), config, groups, groups)
-    unshared = engine_step(new_engine(config, model_dir, shared_prompt=False), config, groups, groups)
+    batch = batch_of(groups, groups, None)
+    shared = engine_step(new_engine(config, model_dir), config, batch)
+    unshared = engine_step(new_engine(config, model_dir, shared_prompt=False), config, batch)
     bare = bare_loop(config, model_dir, groups)
     with _counting() as computed:
         shared()
