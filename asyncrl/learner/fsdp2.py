@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.layout import LORA_TENSOR, MOE_TENSOR, SHARDS_TENSOR, TENSOR_SEQUENCE
 from asyncrl.config.refusals import CONTEXT_PARALLEL, EXPERT_PARALLEL, PIPELINE_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU
 from asyncrl.learner.adapters import ADAPTED, adapters_off, add_adapters, base_name, is_adapter, low_rank_of, merged
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
@@ -52,7 +53,17 @@ def _capabilities(model: str) -> Capabilities:
             "activation checkpointing",
             "LoRA",
         ),
-        refused=(PIPELINE_PARALLEL, CONTEXT_PARALLEL, EXPERT_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
+        refused=(
+            TENSOR_SEQUENCE,
+            SHARDS_TENSOR,
+            LORA_TENSOR,
+            MOE_TENSOR,
+            PIPELINE_PARALLEL,
+            CONTEXT_PARALLEL,
+            EXPERT_PARALLEL,
+            ROUTER_REPLAY,
+            TURNS_ON_ONE_GPU,
+        ),
     )
 
 
