@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from asyncrl.learner.engine import Engine
 
 log = logging.getLogger("asyncrl.learner")
-DEFAULT_HIDDEN_SIZE = 1024
 
 
 class Version(logging.Filter):
@@ -82,6 +81,7 @@ def main() -> int:
 
 def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: StopSignal, version: Version) -> None:
     from asyncrl.learner.control import Control
+    from asyncrl.learner.cost_probe import pair_cost
     from asyncrl.learner.export import export_checkpoint
     from asyncrl.learner.outlets import RunOutlets
     from asyncrl.learner.pool import Ending, Pool
@@ -96,23 +96,25 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
     if control.any(stop.received):
         return
     outlets = RunOutlets(config, facts, run_dir, engine, control, step)
-    source = BatchSource(config, facts, f"learner-{rank}")
+    quadratic = pair_cost(engine, control, config, facts.model_dir)
+    source = BatchSource(config, facts, f"learner-{rank}") if engine.is_mp_source else None
     try:
         pool = Pool(
             config,
-            TrainingWorker(engine, config.algorithm),
+            TrainingWorker(engine, config.algorithm, config.launch.stall_timeout_s),
             control,
             source,
             outlets,
             step=step,
             run_start_s=run_dir.facts_file.stat().st_mtime,
-            quadratic=1.0 / (6.0 * _hidden_size(facts.model_dir)),
+            quadratic=quadratic,
             on_version=lambda number: setattr(version, "version", number),
         )
         stop.listen(pool.stop)
         ending = pool.run()
     finally:
-        source.close()
+        if source is not None:
+            source.close()
         outlets.close()
     # a stop has its deadline: the checkpoint is what counts, `asyncrl export` makes the folder later
     if rank == 0 and config.launch.export and not stop.received and run_dir.latest_checkpoint() is not None:
@@ -159,10 +161,6 @@ def _open_group(config: Config, facts: RunFacts, rank: int) -> None:
         world_size=config.learner.ranks,
         timeout=timedelta(seconds=config.launch.stall_timeout_s),
     )
-
-
-def _hidden_size(model_dir: str) -> int:
-    return int(json.loads((Path(model_dir) / "config.json").read_text()).get("hidden_size", DEFAULT_HIDDEN_SIZE))
 
 
 def _log_to_stderr(config: Config, version: Version) -> None:

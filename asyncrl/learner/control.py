@@ -14,7 +14,23 @@ import torch.distributed as dist
 
 from asyncrl.errors import ProcessDied
 
-__all__ = ["Control"]
+__all__ = ["Control", "broadcast_bytes"]
+
+
+def broadcast_bytes(message: bytes, source: int, group: dist.ProcessGroup | None) -> memoryview:
+    """Read-only bytes of global rank ``source`` on every rank of a gloo group; the others' argument is ignored.
+
+    Raises:
+        RuntimeError: another rank is gone or silent.
+    """
+    mine = dist.get_rank() == source
+    size = torch.tensor([len(message)])
+    dist.broadcast(size, src=source, group=group)
+    if not size.item():
+        return memoryview(b"")
+    body = torch.frombuffer(bytearray(message), dtype=torch.uint8) if mine else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(body, src=source, group=group)
+    return memoryview(message) if mine else body.numpy().data.toreadonly()
 
 
 class Control:
@@ -48,14 +64,10 @@ class Control:
         """Rank 0's message on every rank; the others' argument is ignored."""
         if self.world_size == 1:
             return message
-        size = torch.tensor([len(message)])
         try:
-            dist.broadcast(size, src=0, group=self._group)
-            body = torch.frombuffer(bytearray(message), dtype=torch.uint8) if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(body, src=0, group=self._group)
+            return bytes(broadcast_bytes(message, 0, self._group))
         except RuntimeError as error:
             raise self._gone(error) from error
-        return body.numpy().tobytes()
 
     def _reduce(self, value: int, how: Any) -> int:
         if self.world_size == 1:

@@ -97,8 +97,13 @@ class Engine(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def model_parallel_group(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks of this rank's replica, which train the same rows; None where the replica is this rank alone."""
+
+    @property
+    @abc.abstractmethod
     def is_mp_source(self) -> bool:
-        """Whether this rank fetches rows for its replica and returns results."""
+        """Whether this rank fetches rows for its replica and returns results; one rank of each replica, rank 0 among them."""
 
     @abc.abstractmethod
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -149,7 +154,7 @@ class Engine(abc.ABC):
         return TrainOutput(sums=output.sums, packed_tokens=output.packed_tokens, grad_norm=norm, stepped=stepped, skipped=skipped)
 
     def infer_batch(self, batch: Batch, *, should_stop: Callable[[], bool]) -> BatchOutput:
-        """Scores rows without gradients."""
+        """Scores rows without gradients; the log-probs count on sources alone."""
         with self.eval_mode(), torch.no_grad():
             return self.forward_backward_batch(batch, None, forward_only=True, should_stop=should_stop)
 

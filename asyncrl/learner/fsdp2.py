@@ -99,7 +99,7 @@ class FSDP2Engine(Engine):
     ) -> BatchOutput:
         """See :class:`Engine`."""
         settings = self.spec.learner
-        micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt)
+        micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt, quadratic=batch.quadratic)
         packed_tokens = sum(len(micro) for micro in micros)
         micros += [filler()] * (self._agree_max(len(micros)) - len(micros))
         out_N = tuple(np.zeros(len(row.trajectory), dtype=np.float32) for row in batch.rows_N)
@@ -184,6 +184,11 @@ class FSDP2Engine(Engine):
     def data_parallel_group(self) -> dist.ProcessGroup:
         """See :class:`Engine`."""
         return self.mesh.get_group()
+
+    @property
+    def model_parallel_group(self) -> dist.ProcessGroup | None:
+        """None: every rank is a replica by itself."""
+        return None
 
     @property
     def is_mp_source(self) -> bool:

@@ -1,12 +1,12 @@
 """The loop of a learner rank::
 
-    rank 0   lease ──> plan ──> order ─┬─> fetch ──> train ──> commit ──> publish ──> metrics ──> checkpoint ──> lease …
-    rank r             (wait)   order ─┴─> fetch ──> train ─────────────> (drain)               ─> checkpoint ──> (wait)
+    rank 0   lease ──> plan ──> order ─┬─> fetch ──> share ──> train ──> commit ──> publish ──> metrics ──> checkpoint ──> lease …
+    rank r             (wait)   order ─┴─> fetch ──> share ──> train ─────────────> (drain)               ─> checkpoint ──> (wait)
 
-Consumes leases (rank 0) and payloads (every source rank) of the queue; produces commits, published versions, metrics and
-checkpoints. Rank 0 waits for the queue, which the generators unblock; the others wait for rank 0, which sends an order at least
-once a second. A stop is agreed by all ranks: between orders, or between micro-batches while no optimizer step has happened yet;
-then the lease goes back untrained.
+Consumes leases (rank 0) and payloads (the source rank of each replica, which shares them with its other ranks) of the queue; produces
+commits, published versions, metrics and checkpoints. Rank 0 waits for the queue, which the generators unblock; the others wait for
+rank 0, which sends an order at least once a second, and for their source, which the queue unblocks. A stop is agreed by all ranks:
+between orders, or between micro-batches while no optimizer step has happened yet; then the lease goes back untrained.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 
 from asyncrl.config import Config
-from asyncrl.errors import ProcessDied
+from asyncrl.errors import EngineError, ProcessDied
 from asyncrl.learner.control import Control
 from asyncrl.learner.engine import StepAbandoned
 from asyncrl.learner.metrics import StepClock, StepMetrics
@@ -83,9 +83,13 @@ class Pool:
     """One rank of the learner.
 
     Args:
-        config: of the run; worker: around an initialized engine; control: agreement with the other ranks; source: the queue;
-        outlets: where results go; step: training steps in the starting weights; run_start_s: unix time at which this start began;
-        quadratic: cost of a token pair; on_version: told each new version (for the log).
+        config: of the run; worker: around an initialized engine; control: agreement with the other ranks; source: the queue, None
+        on a rank that is not the source of its replica; outlets: where results go; step: training steps in the starting weights;
+        run_start_s: unix time at which this start began; quadratic: cost of a token pair in units of a token, the same on every rank;
+        on_version: told each new version (for the log).
+
+    Raises:
+        EngineError: rank 0, which leases and reports, is not the source of its replica.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Pool:
         config: Config,
         worker: TrainingWorker,
         control: Control,
-        source: BatchSource,
+        source: BatchSource | None,
         outlets: Outlets,
         *,
         step: int,
@@ -101,10 +105,12 @@ class Pool:
         quadratic: float,
         on_version: Callable[[int], None],
     ) -> None:
+        if control.rank == 0 and not worker.engine.is_mp_source:
+            raise EngineError("rank 0 leases and reports, and is the source of its replica; met is_mp_source = False on it")
         self._config = config
         self._worker = worker
         self._control = control
-        self._source = source
+        self._queue = source
         self._outlets = outlets
         self._metrics = StepMetrics(run_start_s, time.time())
         self._on_version = on_version
@@ -156,20 +162,23 @@ class Pool:
         return self._settle(order.plan, result, leased, time.monotonic() - started_s)
 
     def _fetch(self, order: Order) -> dict[int, TrajectoryGroup] | None:
-        """Payload of this rank's groups; None when some rank cannot use its own, and the batch went back."""
+        """Payload of this replica's groups; None when some replica cannot use its own, and the batch went back."""
         assert order.plan is not None
-        groups: dict[int, TrajectoryGroup] = {}
-        damaged: list[tuple[int, int, str]] = []
-        if self._worker.engine.is_mp_source:
-            mine = set(order.plan.tickets_of(self._worker.engine.data_parallel_rank))
-            groups, damaged = self._source.fetch([meta for meta in order.groups if meta.ticket in mine])
-        if damaged:
+        tickets = set(order.plan.tickets_of(self._worker.engine.data_parallel_rank))
+        mine = [meta for meta in order.groups if meta.ticket in tickets]
+        groups, damaged = self._worker.replica.groups(lambda: self._source.fetch(mine))
+        if damaged and self._worker.engine.is_mp_source:
             self._source.give_back(self.step, damaged)
         if not self._control.any(bool(damaged)):
             return groups
         if self._control.rank == 0:
             self._source.give_back(self.step)
         return None
+
+    @property
+    def _source(self) -> BatchSource:
+        assert self._queue is not None  # sources alone ask it, and rank 0 is one
+        return self._queue
 
     def _lease(self) -> _Leased | None:
         started_s = time.monotonic()
@@ -222,14 +231,15 @@ class Pool:
         oldest = min(meta.oldest_version for meta in lease.groups)
         return self.step - oldest > algorithm.auto_staleness or self._mismatch_kl > algorithm.auto_drift
 
-    def _settle(self, plan: StepPlan, result: StepResult, leased: _Leased | None, train_s: float) -> Ending | None:
+    def _settle(self, plan: StepPlan, result: StepResult | None, leased: _Leased | None, train_s: float) -> Ending | None:
         """Everything after the optimizer: commit, publish, metrics, checkpoint, and whether the run is over."""
         committed = self._source.commit(self.step) if self._control.rank == 0 else None
         self.step += 1
         self._on_version(self.step)
-        self._mismatch_kl = result.statistics["mismatch_kl"]
-        for reason in result.skipped:
-            log.warning("an optimizer step of training step %d was skipped: %s", self.step, reason)
+        if result is not None:
+            self._mismatch_kl = result.statistics["mismatch_kl"]
+            for reason in result.skipped:
+                log.warning("an optimizer step of training step %d was skipped: %s", self.step, reason)
         reached = self._report(plan, result, leased, committed, train_s)
         last = self._control.any(reached) or self.step >= self._config.launch.steps
         if not last and self.step % self._config.sync.every == 0 and not self._asked():  # nobody samples after a stop
@@ -247,10 +257,12 @@ class Pool:
         if self._control.rank == 0:
             self._source.checkpointed(oldest)
 
-    def _report(self, plan: StepPlan, result: StepResult, leased: _Leased | None, committed: Committed | None, train_s: float) -> bool:
+    def _report(
+        self, plan: StepPlan, result: StepResult | None, leased: _Leased | None, committed: Committed | None, train_s: float
+    ) -> bool:
         """Writes metrics on rank 0; whether the target reward is reached."""
-        packed = self._control.total(result.packed_tokens)
-        if leased is None or committed is None:
+        packed = self._control.total(result.packed_tokens if result is not None else 0)  # sources alone: each replica once
+        if leased is None or committed is None or result is None:
             return False
         self._frontier = committed.frontier
         clock = StepClock(wait_s=leased.wait_s, train_s=train_s, now_s=time.time(), blocked=leased.blocked or committed.status.blocked)

@@ -1,5 +1,6 @@
 """How the model is called: a worker turns a step's plan and this replica's groups into engine calls.
 
+All ranks of a replica make the same calls with the same rows; results come back on its source alone.
 Batch ⊃ mini-batch ⊃ micro-batch: a step trains one batch; each mini-batch is one optimizer step; micro-batches are the engine's.
 """
 
@@ -18,9 +19,12 @@ from asyncrl.learner.batch import Batch, BatchOutput, Row, TrainOutput
 from asyncrl.learner.engine import Engine
 from asyncrl.learner.objective import PolicyObjective, Proximal, loss_settings
 from asyncrl.learner.plan import StepPlan, check_payload
+from asyncrl.learner.replica import Replica
 from asyncrl.trajectory import TrajectoryGroup
 
 __all__ = ["StepResult", "TrainingWorker", "statistics_of"]
+
+GLOO_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +44,13 @@ class TrainingWorker:
     """One model in the role of the actor.
 
     Args:
-        engine: an initialized engine; algorithm: the options that shape advantages and loss.
+        engine: an initialized engine; algorithm: the options that shape advantages and loss;
+        timeout_s: how long ranks of a replica wait for its source.
     """
 
-    def __init__(self, engine: Engine, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, engine: Engine, algorithm: AlgorithmConfig, timeout_s: float = GLOO_TIMEOUT_S) -> None:
         self.engine = engine
+        self.replica = Replica(engine, timeout_s)
         self.algorithm = algorithm
         self.settings = loss_settings(algorithm)
 
@@ -59,8 +65,8 @@ class TrainingWorker:
         )
         return tuple(Row(trajectory=t, advantage=float(a)) for t, a in zip(trajectories, advantages.values_N, strict=True))
 
-    def train_step(self, plan: StepPlan, groups: Mapping[int, TrajectoryGroup], should_stop: Callable[[], bool]) -> StepResult:
-        """Runs every update of the plan.
+    def train_step(self, plan: StepPlan, groups: Mapping[int, TrajectoryGroup], should_stop: Callable[[], bool]) -> StepResult | None:
+        """Runs every update of the plan; the result on the source of a replica, None on its other ranks.
 
         Raises:
             StepAbandoned: ``should_stop`` said so, on all ranks, before the first optimizer step.
@@ -79,8 +85,11 @@ class TrainingWorker:
                 batch = Batch(
                     rows_N=tuple(row for ticket in mine for row in rows[ticket]),
                     denominators=Denominators(tokens=mini.tokens, trajectories=mini.trajectories),
+                    quadratic=plan.quadratic,
                 )
                 outputs.append(self.train_mini_batch(batch, proximal, should_stop if not _stepped(outputs) else _never))
+        if not self.replica.is_source:
+            return None
         return StepResult(
             statistics=statistics_of(outputs),
             updates=sum(output.stepped for output in outputs),
@@ -96,8 +105,10 @@ class TrainingWorker:
         )
 
     def infer_batch(self, rows: tuple[Row, ...], should_stop: Callable[[], bool]) -> BatchOutput:
-        """Log-probs of rows under the current weights."""
-        return self.engine.infer_batch(Batch(rows_N=rows, denominators=Denominators(tokens=0, trajectories=0)), should_stop=should_stop)
+        """Log-probs of rows under the current weights; ``logprobs_N`` is empty on ranks that are not the source of their replica."""
+        batch = Batch(rows_N=rows, denominators=Denominators(tokens=0, trajectories=0))
+        output = self.engine.infer_batch(batch, should_stop=should_stop)
+        return output if self.replica.is_source else replace(output, logprobs_N=())
 
     def _proximal(self, plan: StepPlan) -> Proximal:
         if not plan.recompute:
@@ -107,7 +118,8 @@ class TrainingWorker:
 
     def _with_proximal(self, rows: dict[int, tuple[Row, ...]], should_stop: Callable[[], bool]) -> dict[int, tuple[Row, ...]]:
         flat = tuple(row for chosen in rows.values() for row in chosen)
-        scored = iter(self.infer_batch(flat, should_stop).logprobs_N)
+        lengths = [len(row.trajectory) for row in flat]
+        scored = iter(self.replica.logprobs(self.infer_batch(flat, should_stop).logprobs_N, lengths))
         return {ticket: tuple(replace(row, proximal_logprobs=next(scored)) for row in chosen) for ticket, chosen in rows.items()}
 
 

@@ -14,6 +14,8 @@ from learner_support import batch_of, one_rank, random_groups, rows_of, settings
 
 from asyncrl.config import AlgorithmConfig
 from asyncrl.errors import DataError
+from asyncrl.learner.control import Control
+from asyncrl.learner.cost_probe import measured_ratio
 from asyncrl.learner.fsdp2 import FSDP2Engine
 from asyncrl.learner.objective import PolicyObjective
 from asyncrl.learner.plan import PlanSettings, StepPlan, plan_step
@@ -122,6 +124,17 @@ def gradient_norm(worker: TrainingWorker, rows: tuple[Any, ...], correction: str
     squares = sum(float(p.grad.full_tensor().square().sum()) for p in engine.scorer.parameters())
     engine.optimizer_zero_grad()
     return math.sqrt(squares)
+
+
+def test_measuring_costs_changes_nothing_that_is_trained(tmp_path: Path):
+    groups = step_of(random_groups(3, 4, seed=12))
+    plain, measured = (worker_of(tmp_path / name) for name in ("plain", "measured"))
+    rng = torch.get_rng_state()
+    measured_ratio(measured.engine, Control(0, 1, 1.0), cap_tokens=48, longest_tokens=48, vocab_size=64)
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert all(p.grad is None for p in measured.engine.scorer.parameters())
+    assert plain.train_step(*groups, never) == measured.train_step(*groups, never)
+    assert torch.equal(weights(plain), weights(measured))
 
 
 def test_epochs_and_mini_batches_make_that_many_optimizer_steps(tmp_path: Path):

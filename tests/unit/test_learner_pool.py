@@ -9,12 +9,13 @@ from learner_support import random_groups
 
 from asyncrl.algorithms.losses import STATISTICS
 from asyncrl.config import Config
-from asyncrl.errors import VersionError
+from asyncrl.errors import EngineError, VersionError
 from asyncrl.learner.batch import TrainOutput
 from asyncrl.learner.control import Control
 from asyncrl.learner.engine import StepAbandoned
 from asyncrl.learner.plan import StepPlan
 from asyncrl.learner.pool import Ending, Pool
+from asyncrl.learner.replica import Replica
 from asyncrl.learner.worker import StepResult, statistics_of
 from asyncrl.queue.messages import Committed, Frontier, LagHistogram, Lease, QueueStatus
 from asyncrl.trajectory import GroupMeta, TrajectoryGroup
@@ -85,12 +86,14 @@ class FakeEngine:
     data_parallel_size = 1
     data_parallel_rank = 0
     is_mp_source = True
+    model_parallel_group = None
 
 
 class FakeWorker:
     """Trains nothing; may call for a stop in the middle."""
 
     engine = FakeEngine()
+    replica = Replica(engine, 1.0)
 
     def __init__(self, events: list[str]) -> None:
         self.events = events
@@ -133,9 +136,10 @@ class FakeOutlets:
 class World:
     """A pool of one rank among fakes."""
 
-    def __init__(self, options: dict[str, Any], step: int = 0, **source: Any) -> None:
+    def __init__(self, options: dict[str, Any], step: int = 0, engine: FakeEngine = FakeWorker.engine, **source: Any) -> None:
         self.events: list[str] = []
         self.source, self.worker, self.outlets = FakeSource(self.events, **source), FakeWorker(self.events), FakeOutlets(self.events)
+        self.worker.engine = engine
         self.pool = Pool(
             Config.model_validate(options),
             self.worker,
@@ -231,6 +235,13 @@ def test_b31_a_batch_from_the_future_is_refused_before_it_is_trained():
     with pytest.raises(VersionError, match="met -1"):
         world.pool.run()
     assert "train 0" not in world.events
+
+
+def test_rank_0_must_be_the_source_of_its_replica():
+    engine = FakeEngine()
+    engine.is_mp_source = False
+    with pytest.raises(EngineError, match="rank 0 leases and reports"):
+        World({}, engine=engine)
 
 
 @pytest.mark.parametrize(
