@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from learner_support import one_rank, run_ranks, spec, tiny_model_dir, trajectory
-from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.algorithms.losses import Denominators
 from asyncrl.config import Config
 from asyncrl.errors import EngineError, PeerTimeout, ProcessDied
-from asyncrl.learner import cost_probe, fsdp2
+from asyncrl.learner import cost_probe
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, Row
 from asyncrl.learner.control import Control
 from asyncrl.learner.engine import Engine
@@ -74,31 +71,7 @@ def content(group: TrajectoryGroup) -> list[Any]:
     return [[t.ticket, t.sibling, t.reward, t.input_ids.tolist(), t.behavior_logprobs.tolist()] for t in group.trajectories]
 
 
-class TwoRanksPerReplica(FSDP2Engine):
-    """Both ranks of a replica compute the whole model; only the source knows log-probs."""
-
-    def initialize(self) -> None:
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        fsdp2.init_device_mesh = lambda *_, **__: grid["dp"]
-        super().initialize()
-        self._ranks = grid["tp"].get_group()
-
-    @property
-    def model_parallel_group(self) -> dist.ProcessGroup:
-        return self._ranks
-
-    @property
-    def is_mp_source(self) -> bool:
-        return dist.get_rank() % 2 == 0
-
-    def infer_batch(self, batch: Batch, *, should_stop: Callable[[], bool]) -> BatchOutput:
-        output = super().infer_batch(batch, should_stop=should_stop)
-        if self.is_mp_source:
-            return output
-        return replace(output, predictions_N=tuple(np.full_like(values, np.nan) for values in output.predictions_N))
-
-
-class Observed(TwoRanksPerReplica):
+class Observed(FSDP2Engine):
     """Notes micro-batches and optimizer steps."""
 
     micro_batches: list[int]
@@ -178,8 +151,9 @@ class Metrics:
     def metrics(self, values: dict[str, Any]) -> None:
         self.lines.append(values)
 
-    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
-        return step
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> None: ...
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None: ...
 
     def sync_s(self) -> float:
         return 0.0
@@ -187,7 +161,7 @@ class Metrics:
 
 def _rank(rank: int, world: int, model_dir: str, out: str) -> None:
     notes: Notes = {}
-    engine = Observed(spec(model_dir, micro_batch_tokens=10, shared_prompt=False, warmup_steps=0))
+    engine = Observed(spec(model_dir, tensor_parallel=2, micro_batch_tokens=10, shared_prompt=False, warmup_steps=0))
     engine.initialize()
     engine.micro_batches, engine.steps = [], 0
     control = Control(rank, world, 120.0)
@@ -237,7 +211,7 @@ class Claims:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), key_heads=2)
 
 
 @pytest.fixture(scope="module")
