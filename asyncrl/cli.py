@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     engines.set_defaults(command=_engines)
     add_commands(commands)
     bench = commands.add_parser("bench", help="measure against a floor and against peers")
-    bench.add_argument("name", choices=["queue"])
+    bench.add_argument("name", choices=["learner", "queue"])
     bench.add_argument("--json", metavar="FILE", help="write the figures there")
     bench.add_argument("--repeats", type=int, default=3, metavar="N", help="interleaved repeats that the medians are taken of (3)")
     bench.set_defaults(command=_bench)

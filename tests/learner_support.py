@@ -95,7 +95,7 @@ def settings(**fields: Any) -> LossSettings:
     return LossSettings(**(plain | fields))
 
 
-def tiny_model_dir(folder: Path, *, tied: bool = False, seed: int = 0, kind: str = "qwen3") -> str:
+def tiny_model_dir(folder: Path, *, tied: bool = False, seed: int = 0, kind: str = "qwen3", key_heads: int = 1) -> str:
     """A random two-layer model of 64 hidden units, saved once."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -105,7 +105,7 @@ def tiny_model_dir(folder: Path, *, tied: bool = False, seed: int = 0, kind: str
         "intermediate_size": 96,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        "num_key_value_heads": key_heads,
         "head_dim": 32,
         "max_position_embeddings": 128,
         "tie_word_embeddings": tied,

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.config.effects import check_effects
+from asyncrl.config.layout import Layout, check_layout
 from asyncrl.config.names import check_name
 from asyncrl.config.network import check_network
 from asyncrl.config.refusals import check_values, refuse_value
@@ -89,8 +90,8 @@ def validate(values: Any) -> Config:
     """Checks types and ranges.
 
     Raises:
-        UnsupportedError: a value that is refused on purpose.
-        ConfigError: one line for each option that is wrong: name, rule, value met.
+        UnsupportedError: a value or a combination that is refused on purpose.
+        ConfigError: one line for each option that is wrong: name, rule, value met; or ranks that cannot be laid out.
     """
     check_values(values)
     try:
@@ -102,6 +103,7 @@ def validate(values: Any) -> Config:
         ]
         raise ConfigError("; ".join(lines)) from error
     check_network(config.queue)
+    check_layout(Layout.of(config.learner))
     if not config.queue.keys:
         return config
     keys = str(Path(config.queue.keys).expanduser().absolute())  # processes of the run may work elsewhere

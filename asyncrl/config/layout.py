@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.config.refusals import Refusal
+from asyncrl.config.schema import LearnerConfig
 from asyncrl.errors import ConfigError, UnsupportedError
 
-__all__ = ["LORA_TENSOR", "MOE_TENSOR", "SHARDS_TENSOR", "TENSOR_SEQUENCE", "Layout", "check_layout", "check_model_layout"]
+__all__ = [
+    "LORA_TENSOR",
+    "MOE_TENSOR",
+    "SHARDS_TENSOR",
+    "TENSOR_SEQUENCE",
+    "Layout",
+    "check_layout",
+    "check_model_layout",
+    "check_router_loss",
+]
 
 TENSOR_SEQUENCE = Refusal(
     combination="tensor parallel with sequence parallel",
@@ -22,7 +32,7 @@ TENSOR_SEQUENCE = Refusal(
 )
 SHARDS_TENSOR = Refusal(
     combination="sharding over part of the ranks with tensor or sequence parallel",
-    reason="the device mesh has two dimensions",
+    reason="a mesh of ranks has two dimensions",
     nearest="learner.shard_ranks=0",
 )
 LORA_TENSOR = Refusal(
@@ -59,6 +69,17 @@ class Layout:
     sequence_parallel: int = 1
     shard_ranks: int = 0
     lora_rank: int = 0
+
+    @classmethod
+    def of(cls, learner: LearnerConfig) -> Layout:
+        """The layout that the options ask for."""
+        return cls(
+            ranks=learner.ranks,
+            tensor_parallel=learner.tensor_parallel,
+            sequence_parallel=learner.sequence_parallel,
+            shard_ranks=learner.shard_ranks,
+            lora_rank=learner.lora_rank,
+        )
 
     @property
     def replica_ranks(self) -> int:
@@ -108,7 +129,7 @@ def check_model_layout(layout: Layout, description: Mapping[str, Any]) -> None:
     """
     text: Mapping[str, Any] = description.get("text_config") or description
     tensor, sequence = layout.tensor_parallel, layout.sequence_parallel
-    experts = max((int(text.get(name) or 0) for name in _EXPERTS), default=0)
+    experts = _experts(text)
     if tensor > 1 and experts > 1:
         _refuse(MOE_TENSOR, f"learner.tensor_parallel={tensor} of a model with {experts} experts")
     if layout.replica_ranks == 1:
@@ -126,6 +147,18 @@ def check_model_layout(layout: Layout, description: Mapping[str, Any]) -> None:
             f"learner.{name}_parallel deals the model's {heads} attention heads and {pairs} key/value heads evenly; met {size}: "
             f"set it to {' or '.join(map(str, fits))}"
         )
+
+
+def check_router_loss(weight: float, description: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError where a router's loss is asked of a model without experts."""
+    if weight and not _experts(description.get("text_config") or description):
+        raise UnsupportedError(
+            f"learner.router_loss={weight:g} is not supported: the model has no experts; nearest that works: learner.router_loss=0"
+        )
+
+
+def _experts(description: Mapping[str, Any]) -> int:
+    return max(int(description.get(name) or 0) for name in _EXPERTS)
 
 
 def _dealt(pairs: int, size: int, *, copies: bool) -> bool:

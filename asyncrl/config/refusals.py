@@ -53,14 +53,19 @@ class Refusal:
 
 
 _TRUNCATED = Refusal(reason="the engine would renormalise the kept tokens and the learner would not", nearest="generator.temperature")
-_REPLICAS = "data-parallel ranks, learner.ranks"
 
-PIPELINE_PARALLEL = Refusal(combination="pipeline parallel", reason="no engine that is built cuts a model into stages", nearest=_REPLICAS)
+PIPELINE_PARALLEL = Refusal(
+    combination="pipeline parallel", reason="no engine that is built cuts a model into stages", nearest="learner.tensor_parallel"
+)
 CONTEXT_PARALLEL = Refusal(
-    combination="context parallel", reason="no engine that is built passes keys and values around in a ring", nearest=_REPLICAS
+    combination="context parallel",
+    reason="no engine that is built passes keys and values around in a ring",
+    nearest="learner.sequence_parallel",
 )
 EXPERT_PARALLEL = Refusal(
-    combination="expert parallel", reason="no engine that is built sends tokens to experts elsewhere", nearest=_REPLICAS
+    combination="expert parallel",
+    reason="no engine that is built sends tokens to experts elsewhere",
+    nearest="learner.shard_ranks, which shards experts as it does the rest",
 )
 ROUTER_REPLAY = Refusal(
     combination="router replay",
@@ -81,9 +86,6 @@ REFUSED_NAMES: Mapping[str, Refusal] = {
         reason="no reference policy is held", nearest="algorithm.clip_high and queue.max_staleness, which bound the step"
     ),
     "critic.*": Refusal(combination="a critic", reason="no value model is trained", nearest="algorithm.advantage=grpo"),
-    "*tensor*parallel*": Refusal(
-        combination="tensor parallel", reason="the fsdp2 engine shards over data-parallel ranks only", nearest=_REPLICAS
-    ),
     "*pipeline*parallel*": PIPELINE_PARALLEL,
     "*context_parallel*": CONTEXT_PARALLEL,
     "*expert*parallel*": EXPERT_PARALLEL,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.layout import Layout, check_model_layout, check_router_loss
 from asyncrl.config.network import is_local
 from asyncrl.errors import ConfigError, UnsupportedError
 from asyncrl.queue.keys import SERVER_NAME, public_keys, read_secret
@@ -43,10 +44,11 @@ def check_config(config: Config) -> None:
 
 
 def check_model(config: Config, model_dir: Path) -> None:
-    """Rules between the lengths asked for and the model's own limit.
+    """Rules between the lengths and the layout asked for and the model's own numbers.
 
     Raises:
-        ConfigError: a response or context longer than the model's positions.
+        ConfigError: a response or context longer than the model's positions, heads that cannot be dealt to the ranks.
+        UnsupportedError: a layout that is refused for models of this kind, a router's loss without a router.
     """
     description: dict[str, Any] = json.loads((model_dir / "config.json").read_text())
     limit = int(description.get("max_position_embeddings", 0))
@@ -57,6 +59,8 @@ def check_model(config: Config, model_dir: Path) -> None:
         raise ConfigError(
             f"generator.max_new_tokens={config.generator.max_new_tokens} leaves no room for a prompt within {length} tokens: lower it"
         )
+    check_model_layout(Layout.of(config.learner), description)
+    check_router_loss(config.learner.router_loss, description)
 
 
 def device_of(wanted: str) -> str:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 from learner_support import one_rank, run_ranks, spec, tiny_model_dir, trajectory
-from torch.distributed.device_mesh import init_device_mesh
 
 from asyncrl.algorithms.losses import Denominators
 from asyncrl.config import Config
 from asyncrl.errors import EngineError, PeerTimeout, ProcessDied
-from asyncrl.learner import cost_probe, fsdp2
+from asyncrl.learner import cost_probe
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, Row
 from asyncrl.learner.control import Control
 from asyncrl.learner.engine import Engine
@@ -74,31 +71,7 @@ def content(group: TrajectoryGroup) -> list[Any]:
     return [[t.ticket, t.sibling, t.reward, t.input_ids.tolist(), t.behavior_logprobs.tolist()] for t in group.trajectories]
 
 
-class TwoRanksPerReplica(FSDP2Engine):
-    """Both ranks of a replica compute the whole model; only the source knows log-probs."""
-
-    def initialize(self) -> None:
-        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        fsdp2.init_device_mesh = lambda *_, **__: grid["dp"]
-        super().initialize()
-        self._ranks = grid["tp"].get_group()
-
-    @property
-    def model_parallel_group(self) -> dist.ProcessGroup:
-        return self._ranks
-
-    @property
-    def is_mp_source(self) -> bool:
-        return dist.get_rank() % 2 == 0
-
-    def infer_batch(self, batch: Batch, *, should_stop: Callable[[], bool]) -> BatchOutput:
-        output = super().infer_batch(batch, should_stop=should_stop)
-        if self.is_mp_source:
-            return output
-        return replace(output, predictions_N=tuple(np.full_like(values, np.nan) for values in output.predictions_N))
-
-
-class Observed(TwoRanksPerReplica):
+class Observed(FSDP2Engine):
     """Notes micro-batches and optimizer steps."""
 
     micro_batches: list[int]
@@ -125,7 +98,7 @@ class ObservedWorker(TrainingWorker):
     """Notes what comes back, and the rows that are trained."""
 
     def __init__(self, engine: Engine, notes: Notes) -> None:
-        super().__init__(engine, Config.model_validate(OPTIONS).algorithm, 30.0)
+        super().__init__(engine, Config.model_validate(OPTIONS).algorithm, 120.0)
         self.notes = notes
 
     def train_step(self, plan: StepPlan, groups: Mapping[int, TrajectoryGroup], should_stop: Callable[[], bool]) -> StepResult | None:
@@ -178,8 +151,9 @@ class Metrics:
     def metrics(self, values: dict[str, Any]) -> None:
         self.lines.append(values)
 
-    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
-        return step
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> None: ...
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None: ...
 
     def sync_s(self) -> float:
         return 0.0
@@ -187,12 +161,12 @@ class Metrics:
 
 def _rank(rank: int, world: int, model_dir: str, out: str) -> None:
     notes: Notes = {}
-    engine = Observed(spec(model_dir, micro_batch_tokens=10, shared_prompt=False, warmup_steps=0))
+    engine = Observed(spec(model_dir, tensor_parallel=2, micro_batch_tokens=10, shared_prompt=False, warmup_steps=0))
     engine.initialize()
     engine.micro_batches, engine.steps = [], 0
-    control = Control(rank, world, 30.0)
+    control = Control(rank, world, 120.0)
     cost_probe.MAX_PASS_S, cost_probe.fitted_ratio = 60.0, lambda timings: len(timings) + 0.1 * rank  # as if each clock ran otherwise
-    notes["pair_cost"] = cost_probe.pair_cost(engine, control, Config.model_validate({"learner": {"micro_batch_tokens": 64}}), model_dir)
+    notes["pair_cost"] = cost_probe.pair_cost(engine, control, Config.model_validate(OPTIONS), model_dir)
     worker, outlets = ObservedWorker(engine, notes), Metrics()
     pool = Pool(
         Config.model_validate(OPTIONS),
@@ -209,7 +183,7 @@ def _rank(rank: int, world: int, model_dir: str, out: str) -> None:
     notes |= {"micro_batches": engine.micro_batches, "steps": engine.steps, "metrics": outlets.lines}
     notes["weights"] = sum(float(tensor.double().abs().sum()) for _, tensor in engine.named_tensors())
     notes["failure"] = raised(lambda: worker.replica.groups(timeout), (PeerTimeout, ProcessDied))
-    notes["two sources"] = raised(lambda: Replica(Claims(engine), 30.0), EngineError)
+    notes["two sources"] = raised(lambda: Replica(Claims(engine), 120.0), EngineError)
     control.barrier()
     if rank == 3:  # its source has ended
         notes["gone"] = raised(lambda: worker.replica.groups(timeout), ProcessDied)
@@ -237,7 +211,7 @@ class Claims:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"))
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), key_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -285,7 +259,7 @@ def test_no_replica_is_counted_twice(ranks: list[Notes], model_dir: str):
 
 
 def test_all_ranks_take_the_price_of_a_pair_that_rank_0_measured(ranks: list[Notes]):
-    assert [notes["pair_cost"] for notes in ranks] == [3.0] * 4  # from three kinds of passes
+    assert [notes["pair_cost"] for notes in ranks] == [2.0] * 4  # from passes of rows of 10 and of 2
 
 
 def test_a_source_that_fails_says_so_to_its_replica(ranks: list[Notes]):

@@ -4,7 +4,7 @@ from asyncrl.config import Config
 from asyncrl.config.compose import compose, override
 from asyncrl.config.names import option_names
 from asyncrl.config.refusals import REFUSED_NAMES, REFUSED_VALUES
-from asyncrl.errors import UnsupportedError
+from asyncrl.errors import ConfigError, UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from asyncrl.errors import UnsupportedError
     [
         ("generator.top_k=5", "renormalise .*nearest that works: generator.temperature"),
         ("algorithm.kl_coef=0.1", "no reference policy is held.*algorithm.clip_high"),
-        ("learner.pipeline_parallel=2", r"\(pipeline parallel\).*learner.ranks"),
+        ("learner.pipeline_parallel=2", r"\(pipeline parallel\).*learner.tensor_parallel"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=2", r"\(context parallel\)"),
         ("learner.expert_model_parallel_size=2", r"\(expert parallel\)"),
         ("actor_rollout_ref.actor.router_replay.mode=R3", r"\(router replay\).*algorithm.correction=mask"),
@@ -30,6 +30,24 @@ from asyncrl.errors import UnsupportedError
 def test_what_is_left_out_on_purpose_is_refused_with_the_nearest_that_works(text, said):
     with pytest.raises(UnsupportedError, match=said):
         compose([text])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["learner.ranks=4", "learner.tensor_parallel=2", "learner.sequence_parallel=2"], "both cut the attention heads"),
+        (["learner.ranks=4", "learner.tensor_parallel=2", "learner.shard_ranks=2"], "nearest that works: learner.shard_ranks=0"),
+        (["learner.ranks=2", "learner.tensor_parallel=2", "learner.lora_rank=8"], "nearest that works: learner.tensor_parallel=1"),
+    ],
+)
+def test_layouts_are_refused_when_options_are_read(overrides, said):
+    with pytest.raises(UnsupportedError, match=said):
+        override(Config(), overrides)
+
+
+def test_another_programs_name_of_a_layout_is_answered_with_ours():
+    with pytest.raises(ConfigError, match=r"did you mean learner.tensor_parallel"):
+        override(Config(), ["learner.tensor_model_parallel_size=2"])
 
 
 def test_a_stored_configuration_is_held_to_the_same_refusals():

@@ -4,7 +4,7 @@ import socket
 import pytest
 
 from asyncrl.config.compose import compose
-from asyncrl.errors import ConfigError
+from asyncrl.errors import ConfigError, UnsupportedError
 from asyncrl.launch import preflight
 
 
@@ -57,6 +57,19 @@ def test_lengths_are_held_against_the_models_own(tmp_path):
         preflight.check_model(compose(["generator.max_model_len=65", "generator.max_new_tokens=8"]), tmp_path)
     with pytest.raises(ConfigError, match="leaves no room for a prompt within 64"):
         preflight.check_model(compose(["generator.max_new_tokens=64"]), tmp_path)
+
+
+def test_a_layout_is_held_against_the_models_heads_and_experts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 6, "num_key_value_heads": 3}))
+    four = compose(["learner.ranks=4", "learner.tensor_parallel=4", "generator.max_new_tokens=8"])
+    with pytest.raises(ConfigError, match="6 attention heads and 3 key/value heads evenly; met 4: set it to 1 or 3"):
+        preflight.check_model(four, tmp_path)
+    with pytest.raises(UnsupportedError, match=r"router_loss=0.01 is not supported: the model has no experts"):
+        preflight.check_model(compose(["learner.router_loss=0.01"]), tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_experts": 8}))
+    preflight.check_model(compose(["learner.router_loss=0.01"]), tmp_path)
+    with pytest.raises(UnsupportedError, match="with 8 experts is not supported"):
+        preflight.check_model(four, tmp_path)
 
 
 @pytest.mark.parametrize("recipe", ["tiny", "arithmetic", "chain_sum"])
