@@ -39,7 +39,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRun:
-    """What one rank saw of a run.
+    """What one rank saw of a run; in the AdamW run it neither scores nor exports.
 
     Attributes:
         replica, replicas, is_source: what the engine said of its layout.

@@ -27,7 +27,7 @@ __all__ = ["Suite", "Verdict", "cells_of"]
 class Verdict:
     """Worst deviations that a cell was met with; :class:`~engines.target.Bounds` says in what.
 
-    ``prediction`` covers scoring and training, ``loss`` and ``norm`` the AdamW run, ``change`` the SGD run.
+    ``change`` is of the SGD run, and so is what ``prediction`` covers of scoring; everything else is the worst of both runs.
     """
 
     prediction: float
@@ -74,19 +74,22 @@ class Suite:
             Deviates: a figure is beyond its bound.
             RanksFailed: the cell did not run.
         """
-        bounds, verdicts = self.target.bounds, []
-        for optimizer in OPTIONS:
-            ranks = self.ranks_run(cell, optimizer, shared_prompt=shared_prompt)
-            plain = self.plain_run(cell, optimizer, adapters=ranks[0].adapters)
-            check_layout(ranks, cell)
-            scored = [check_scores([rank.scored for rank in ranks], plain, bounds)]
-            if cell.learner.get("lora_rank"):
-                scored.append(check_scores([rank.reference for rank in ranks], plain, bounds, "with adapters off"))
-            trained, token_loss = check_tokens(ranks, plain, bounds)
-            loss, norm = check_steps(ranks, plain, bounds)
-            change = check_change(ranks, plain, bounds) if optimizer == "sgd" else 0.0
-            verdicts.append(Verdict(prediction=max(*scored, trained), token_loss=token_loss, loss=loss, norm=norm, change=change))
-        return verdicts[0].worst(verdicts[1])
+        adamw, sgd = (self._compared(cell, optimizer, shared_prompt) for optimizer in ("adamw", "sgd"))
+        return adamw.worst(sgd)
+
+    def _compared(self, cell: Cell, optimizer: str, shared_prompt: bool) -> Verdict:
+        bounds, ranks = self.target.bounds, self.ranks_run(cell, optimizer, shared_prompt=shared_prompt)
+        plain = self.plain_run(cell, optimizer, adapters=ranks[0].adapters)
+        check_layout(ranks, cell)
+        prediction, token_loss = check_tokens(ranks, plain, bounds)
+        loss, norm = check_steps(ranks, plain, bounds)
+        change = 0.0
+        if optimizer == "sgd":
+            change = check_change(ranks, plain, bounds)
+            prediction = max(prediction, check_scores([rank.scored for rank in ranks], plain, bounds))
+        if optimizer == "sgd" and cell.learner.get("lora_rank"):
+            prediction = max(prediction, check_scores([rank.reference for rank in ranks], plain, bounds, "with adapters off"))
+        return Verdict(prediction=prediction, token_loss=token_loss, loss=loss, norm=norm, change=change)
 
     def ranks_run(self, cell: Cell, optimizer: str, *, shared_prompt: bool = True, fault: Fault | None = None) -> list[RankRun]:
         """One run of a cell, perhaps with a planted fault; the same one runs once a session."""

@@ -57,7 +57,7 @@ class Target:
     @property
     def collectives(self) -> str:
         """The backend of the process group."""
-        return "nccl" if self.device == "cuda" else "gloo"
+        return "cpu:gloo,cuda:nccl" if self.device == "cuda" else "gloo"
 
     @property
     def most_ranks(self) -> int:
