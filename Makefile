@@ -12,7 +12,8 @@ demo: setup
 	$(BIN)/asyncrl train recipe=arithmetic
 
 test: setup
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -m "not real" -n 2
+	$(BIN)/python -m pytest tests -m real
 
 fast: setup
 	$(BIN)/python -m pytest tests/unit -m "not real"

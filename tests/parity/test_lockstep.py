@@ -18,10 +18,12 @@ SMALL = (
 )  # fmt: skip
 
 
-def weights_after(run_dir: Path, *overrides: str) -> dict[str, torch.Tensor]:
-    driver = start_run(run_dir, *SMALL, *overrides)
-    assert driver.wait(300) == 0, console(run_dir)
-    return load_file(run_dir / "export" / "model.safetensors")
+def weights_after(*run_dirs: Path, overrides: tuple[str, ...]) -> list[dict[str, torch.Tensor]]:
+    """Final weights of runs that are started side by side."""
+    drivers = [start_run(run_dir, *SMALL, *overrides) for run_dir in run_dirs]
+    for run_dir, driver in zip(run_dirs, drivers, strict=True):
+        assert driver.wait(400) == 0, console(run_dir)
+    return [load_file(run_dir / "export" / "model.safetensors") for run_dir in run_dirs]
 
 
 def assert_equal_bit_for_bit(left, right):
@@ -32,7 +34,7 @@ def assert_equal_bit_for_bit(left, right):
 
 def test_lockstep_at_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path):
     run_dir, out = tmp_path / "run", tmp_path / "plain.safetensors"
-    found = weights_after(run_dir, "queue.max_staleness=0", "launch.steps=5")
+    (found,) = weights_after(run_dir, overrides=("queue.max_staleness=0", "launch.steps=5"))
     script = Path(__file__).parent.parent / "support" / "plain_loop.py"
     done = subprocess.run([sys.executable, str(script), str(run_dir), str(out)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -43,7 +45,8 @@ def test_lockstep_at_staleness_0_is_the_synchronous_run_bit_for_bit(tmp_path):
 
 
 def test_lockstep_at_staleness_2_repeats_itself_and_every_token_is_2_versions_old(tmp_path):
-    runs = [weights_after(tmp_path / name, "queue.max_staleness=2", "launch.steps=6") for name in ("one", "two")]
+    # side by side, so that the load that one makes for the other changes when things happen, and nothing else
+    runs = weights_after(tmp_path / "one", tmp_path / "two", overrides=("queue.max_staleness=2", "launch.steps=6"))
     assert_equal_bit_for_bit(*runs)
     for name in ("one", "two"):
         lags = [m["staleness_hist"] for m in metrics(tmp_path / name)]
