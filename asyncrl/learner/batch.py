@@ -114,9 +114,9 @@ class BatchOutput:
     """
 
     sums: torch.Tensor | None
-    router_loss: float
     predictions_N: tuple[np.ndarray, ...]
     packed_tokens: int
+    router_loss: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,8 +124,8 @@ class TrainOutput:
     """``grad_norm`` before clipping; ``stepped`` False where the step was skipped and ``skipped`` says why."""
 
     sums: torch.Tensor
-    router_loss: float
     packed_tokens: int
     grad_norm: float
     stepped: bool
     skipped: str = ""
+    router_loss: float = 0.0

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ import msgspec
 from asyncrl.config.run_dir import RunDir, write_atomic
 from asyncrl.errors import DataError
 from asyncrl.learner.control import Control
-from asyncrl.learner.engine import Engine
+from asyncrl.learner.engine import Engine, Saving
 from asyncrl.queue.messages import Frontier
 
-__all__ = ["Manifest", "checkpoint_folder", "package_versions", "prune", "read_manifest", "save_checkpoint"]
+__all__ = ["CheckpointWriter", "Manifest", "checkpoint_folder", "package_versions", "prune", "read_manifest"]
 
+log = logging.getLogger(__name__)
 _PACKAGES = ("asyncrl", "torch", "transformers")
 
 
@@ -47,24 +50,56 @@ def checkpoint_folder(run_dir: RunDir, step: int) -> Path:
     return run_dir.checkpoints / f"step-{step:06d}"
 
 
-def save_checkpoint(engine: Engine, control: Control, run_dir: RunDir, manifest: Manifest, keep: int, synced: bool = True) -> Path:
-    """Writes the checkpoint of ``manifest.step`` and removes all but the newest ``keep``.
+class CheckpointWriter:
+    """Writes checkpoints beside training, one at a time; all methods are collective.
 
-    Collective; every rank returns after it is whole. Unless ``synced`` it survives the process, but no power cut in the next seconds.
+    Args:
+        engine, control: of this rank; run_dir: where they go; keep: how many whole ones stay.
     """
-    folder = checkpoint_folder(run_dir, manifest.step)
-    if control.rank == 0:
-        if folder.exists() and not (folder / "manifest.json").exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    control.barrier()  # nobody writes before the folder is there
-    engine.save(folder, synced)
-    control.barrier()  # the manifest comes after the last shard
-    if control.rank == 0:
-        write_atomic(folder / "manifest.json", json.dumps(msgspec.to_builtins(manifest, str_keys=True), indent=1))
-        prune(run_dir, keep)
-    control.barrier()
-    return folder
+
+    def __init__(self, engine: Engine, control: Control, run_dir: RunDir, keep: int) -> None:
+        self._engine = engine
+        self._control = control
+        self._run_dir = run_dir
+        self._keep = keep
+        self._begun: tuple[Manifest, Saving, float] | None = None
+
+    def begin(self, manifest: Manifest, synced: bool = True) -> None:
+        """Copies the state of ``manifest.step`` and begins to write it; waits for the one before.
+
+        Unless ``synced`` it survives the process, but no power cut in the next seconds.
+        """
+        self.finish(wait=True)
+        folder = checkpoint_folder(self._run_dir, manifest.step)
+        log.info("saving the checkpoint of step %d", manifest.step)
+        if self._control.rank == 0:
+            if folder.exists() and not (folder / "manifest.json").exists():
+                shutil.rmtree(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+        self._control.barrier()  # nobody writes before the folder is there
+        started_s = time.monotonic()
+        self._begun = (manifest, self._engine.save(folder, synced), started_s)
+
+    def finish(self, *, wait: bool) -> Path | None:
+        """Makes what was begun a whole checkpoint, its manifest last, and removes all but the newest.
+
+        Returns None where nothing was begun, or, unless ``wait``, while some rank still writes.
+        """
+        if self._begun is None:
+            return None
+        manifest, saving, started_s = self._begun
+        if not wait and self._control.any(not saving.done()):
+            return None
+        saving.wait()
+        self._begun = None
+        folder = checkpoint_folder(self._run_dir, manifest.step)
+        self._control.barrier()  # the manifest comes after the last shard
+        if self._control.rank == 0:
+            write_atomic(folder / "manifest.json", json.dumps(msgspec.to_builtins(manifest, str_keys=True), indent=1))
+            prune(self._run_dir, self._keep)
+        self._control.barrier()
+        log.info("saved %s in %.2f s", folder.name, time.monotonic() - started_s)
+        return folder
 
 
 def read_manifest(folder: Path) -> Manifest:

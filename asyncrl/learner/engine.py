@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -22,7 +22,17 @@ from asyncrl.errors import UnsupportedError
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, TrainOutput
 from asyncrl.learner.capabilities import Capabilities
 
-__all__ = ["Engine", "EngineSpec", "StepAbandoned"]
+__all__ = ["Engine", "EngineSpec", "Saving", "StepAbandoned"]
+
+
+class Saving(Protocol):
+    """A rank's part of a checkpoint on its way to the disk."""
+
+    def done(self) -> bool:
+        """Whether this rank has nothing left to write."""
+
+    def wait(self) -> None:
+        """Returns when it is written, or raises why it is not."""
 
 
 class StepAbandoned(Exception):
@@ -119,8 +129,8 @@ class Engine(abc.ABC):
         """Tied names that ``named_tensors`` leaves out, each with the name that carries it."""
 
     @abc.abstractmethod
-    def save(self, folder: Path, synced: bool = True) -> None:
-        """Writes model, optimizer, schedule and RNG; ``synced`` waits until the disk has them."""
+    def save(self, folder: Path, synced: bool = True) -> Saving:
+        """Copies model, optimizer, schedule and RNG and begins to write them; ``synced``: done is when the disk has them."""
 
     @abc.abstractmethod
     def load(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ from asyncrl.config.refusals import CONTEXT_PARALLEL, EXPERT_PARALLEL, PIPELINE_
 from asyncrl.learner.adapters import ADAPTED, adapters_off, add_adapters, base_name, is_adapter, low_rank_of, merged
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
 from asyncrl.learner.capabilities import Capabilities
-from asyncrl.learner.engine import Engine, EngineSpec, StepAbandoned
+from asyncrl.learner.engine import Engine, EngineSpec, Saving, StepAbandoned
 from asyncrl.learner.exactness import check_exact, probe_of
 from asyncrl.learner.fsdp2_shard import shard
 from asyncrl.learner.fsdp2_state import EngineState, load_state, save_state
@@ -92,6 +92,7 @@ class FSDP2Base(Engine):
         """Loads the model on every rank, proves packing exact on it, divides and shards it; proves it again where replicas share work."""
         settings = self.spec.learner
         self.meshes = meshes_of(self.device.type, settings)
+        self._checkpoint_group = dist.new_group(backend="gloo")  # a thread writes checkpoints while others compute
         self.packed = self._load().eval()
         model = self.packed.model
         refuse_windows(model.config, settings.micro_batch_tokens)
@@ -306,9 +307,9 @@ class FSDP2Base(Engine):
         """See :class:`Engine`."""
         return dict(self._ties)
 
-    def save(self, folder: Path, synced: bool = True) -> None:
+    def save(self, folder: Path, synced: bool = True) -> Saving:
         """See :class:`Engine`."""
-        save_state(self._state(), folder, synced)
+        return save_state(self._state(), folder, synced)
 
     def load(self, folder: Path) -> None:
         """See :class:`Engine`."""
@@ -316,7 +317,9 @@ class FSDP2Base(Engine):
         self._set_learning_rate()
 
     def _state(self) -> EngineState:
-        return EngineState(model=self.packed.model, optimizer=self.optimizer, optimizer_steps=self.optimizer_steps)
+        return EngineState(
+            model=self.packed.model, optimizer=self.optimizer, optimizer_steps=self.optimizer_steps, group=self._checkpoint_group
+        )
 
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", devices=("cpu", "cuda"))

@@ -1,12 +1,14 @@
 """Checkpoint of an FSDP2 engine as one flat torch DCP state: weights, Adam moments, schedule and RNG, each a tensor under a speaking key.
 
-Keys: ``model.NAME`` with NAME of Hugging Face, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, ``adam_step.NAME``, ``optimizer_steps``,
-``rng.R`` and ``rng_cuda.R`` of rank R. Shards are laid out again for another number of ranks; RNG states only come back to as
-many ranks as wrote them.
+Keys: ``model.NAME`` with NAME of the loaded model, ``adapter.NAME``, ``exp_avg.NAME``, ``exp_avg_sq.NAME``, ``adam_step.NAME``,
+``optimizer_steps``, ``rng.R`` and ``rng_cuda.R`` of rank R. Weights that are not trained are not in it. Shards are laid out again for
+other layouts and numbers of ranks; RNG states only come back to as many ranks as wrote them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,41 +17,71 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
+from torch.distributed.tensor import DTensor
 
-__all__ = ["EngineState", "load_state", "save_state"]
+from asyncrl.errors import DataError
+from asyncrl.learner.adapters import is_adapter
+
+__all__ = ["EngineState", "load_state", "save_state", "weight_key"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineState:
-    """What is saved: the sharded model, its optimizer, and the schedule's place."""
+    """What is saved: the sharded model, its optimizer, the schedule's place; ``group``: all ranks, over gloo, for nothing else."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     optimizer_steps: int
+    group: dist.ProcessGroup
 
 
-def save_state(state: EngineState, folder: Path, synced: bool) -> None:
-    """Writes the DCP files; collective. Unless ``synced`` they may still be on their way to the disk."""
-    tensors = _tensors(state) | _rng()
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """A :class:`~asyncrl.learner.engine.Saving` around the thread that writes."""
+
+    future: Future[Any]
+
+    def done(self) -> bool:
+        """See the protocol."""
+        return self.future.done()
+
+    def wait(self) -> None:
+        """See the protocol."""
+        self.future.result()
+
+
+def save_state(state: EngineState, folder: Path, synced: bool) -> _Saving:
+    """Copies the state and begins to write the DCP files; collective. Unless ``synced`` they may not be on the disk when it is done."""
+    tensors = {key: _copy(value) for key, value in (_tensors(state) | _rng()).items()}
     checksums = torch.serialization.get_crc32_options()
     # zip's checksum is more than half the time of a save, and a stop has seconds
     torch.serialization.set_crc32_options(False)
-    try:
-        save(tensors, storage_writer=FileSystemWriter(str(folder), sync_files=synced))
-    finally:
-        torch.serialization.set_crc32_options(checksums)
+    begun: Any = async_save(
+        tensors,
+        storage_writer=FileSystemWriter(str(folder), sync_files=synced),
+        process_group=state.group,
+        async_checkpointer_type=AsyncCheckpointerType.THREAD,
+    )
+    done: Future[Any] = getattr(begun, "upload_completion", begun)
+    done.add_done_callback(lambda _: torch.serialization.set_crc32_options(checksums))
+    return _Saving(done)
 
 
 def load_state(state: EngineState, folder: Path) -> int:
-    """Reads model, optimizer and RNG in place; returns the optimizer steps they contain. Collective."""
+    """Reads model, optimizer and RNG in place; returns the optimizer steps they contain. Collective.
+
+    Raises:
+        DataError: adapters of another rank or of none, or another model: names what is missing.
+    """
     tensors = _tensors(state)
     known = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    _check_names(tensors, known, folder)
     ranks = sum(1 for key in known if key.startswith("rng."))
     rng = _rng() if ranks == dist.get_world_size() else {}
     rng = {key: value for key, value in rng.items() if key in known}
-    load(tensors | rng, checkpoint_id=str(folder))
-    for name, parameter in state.model.named_parameters():
+    load(tensors | rng, checkpoint_id=str(folder), process_group=state.group)
+    for name, parameter in _trained(state.model):
         state.optimizer.state[parameter] = {
             "step": tensors[f"adam_step.{name}"],
             "exp_avg": tensors[f"exp_avg.{name}"],
@@ -60,15 +92,42 @@ def load_state(state: EngineState, folder: Path) -> int:
     return int(tensors["optimizer_steps"].item())
 
 
+def weight_key(name: str) -> str:
+    """Where a parameter's weight is kept."""
+    return f"adapter.{name}" if is_adapter(name) else f"model.{name}"
+
+
+def _check_names(tensors: Mapping[str, Any], known: Mapping[str, Any], folder: Path) -> None:
+    missing = sorted(key for key in tensors if key not in known)
+    if missing:
+        raise DataError(
+            f"{folder} holds all that this model trains; it lacks {len(missing)} of {len(tensors)} tensors, {missing[0]} first: "
+            f"resume with the model and the learner.lora_rank that wrote it"
+        )
+
+
+def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    # what stays as it was is in the model's own folder
+    return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
 def _tensors(state: EngineState) -> dict[str, Any]:
     tensors: dict[str, Any] = {"optimizer_steps": torch.tensor(state.optimizer_steps)}
-    for name, parameter in state.model.named_parameters():
+    for name, parameter in _trained(state.model):
         moments = state.optimizer.state.get(parameter) or _fresh_moments(parameter)
-        tensors[f"model.{name}"] = parameter.detach()
+        tensors[weight_key(name)] = parameter.detach()
         tensors[f"exp_avg.{name}"] = moments["exp_avg"]
         tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
         tensors[f"adam_step.{name}"] = moments["step"]
     return tensors
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """On the CPU and apart from the original: training goes on while it is written."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().to("cpu", copy=True)
+    shard = tensor.to_local().detach().to("cpu", copy=True)
+    return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def _fresh_moments(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
-from asyncrl.learner.checkpoint import Manifest, package_versions, save_checkpoint
+from asyncrl.learner.checkpoint import CheckpointWriter, Manifest, package_versions
 from asyncrl.learner.control import Control
 from asyncrl.learner.engine import Engine
 from asyncrl.monitor.writer import MetricsWriter
@@ -34,6 +34,7 @@ class RunOutlets:
         self._run_dir = run_dir
         self._engine = engine
         self._control = control
+        self._checkpoints = CheckpointWriter(engine, control, run_dir, config.launch.keep_checkpoints)
         first = control.rank == 0
         self._publisher = Publisher(config, facts, run_dir) if first else None
         self._writer = MetricsWriter(run_dir, config.monitor.tensorboard, step) if first else None
@@ -52,10 +53,8 @@ class RunOutlets:
         if self._writer is not None:
             self._writer.write(values)
 
-    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> None:
         """See :class:`~asyncrl.learner.pool.Outlets`."""
-        started_s = time.monotonic()
-        log.info("saving the checkpoint of step %d", step)
         manifest = Manifest(
             run_id=self._facts.run_id,
             step=step,
@@ -66,11 +65,14 @@ class RunOutlets:
             dtype=self._config.model.dtype,
             versions=package_versions(),
         )
-        keep = self._config.launch.keep_checkpoints
-        folder = save_checkpoint(self._engine, self._control, self._run_dir, manifest, keep, synced)
-        log.info("saved %s in %.2f s", folder.name, time.monotonic() - started_s)
+        self._checkpoints.begin(manifest, synced)
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """See :class:`~asyncrl.learner.pool.Outlets`."""
+        if self._checkpoints.finish(wait=wait) is None:
+            return None
         oldest = self._run_dir.oldest_checkpoint()
-        return step if oldest is None else int(oldest.name.removeprefix("step-"))
+        return None if oldest is None else int(oldest.name.removeprefix("step-"))
 
     def sync_s(self) -> float:
         """See :class:`~asyncrl.learner.pool.Outlets`."""

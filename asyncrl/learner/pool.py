@@ -62,10 +62,13 @@ class Outlets(Protocol):
     def metrics(self, values: dict[str, Any]) -> None:
         """Keeps a step's metrics (rank 0 alone has any)."""
 
-    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
-        """Saves the weights with the frontier that belongs to them; ``synced`` waits for the disk.
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> None:
+        """Begins to save the weights with the frontier that belongs to them; ``synced``: whole is when the disk has it."""
 
-        Returns the oldest step that can still be restored.
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        """Makes what was begun whole, once all ranks have written theirs.
+
+        Returns the oldest step that can still be restored; None while it is not whole, or where nothing was begun.
         """
 
     def sync_s(self) -> float:
@@ -140,6 +143,7 @@ class Pool:
             ending = self._turn()
         if self._saved != self.step:  # a stop has seconds, in which a disk of 100 MB/s does not sync a checkpoint
             self._checkpoint(synced=ending is not Ending.ASKED)
+        self._finish_checkpoint(wait=True)
         log.info("ended at step %d: %s", self.step, ending.value)
         return ending
 
@@ -244,6 +248,7 @@ class Pool:
         last = self._control.any(reached) or self.step >= self._config.launch.steps
         if not last and self.step % self._config.sync.every == 0 and not self._asked():  # nobody samples after a stop
             self._outlets.publish(self.step)
+        self._finish_checkpoint(wait=False)
         every = self._config.launch.checkpoint_every
         if every and self.step % every == 0:
             self._checkpoint()
@@ -252,9 +257,13 @@ class Pool:
         return Ending.STEPS if self.step >= self._config.launch.steps else Ending.TARGET
 
     def _checkpoint(self, synced: bool = True) -> None:
-        oldest = self._outlets.checkpoint(self.step, self._frontier, synced)
+        self._finish_checkpoint(wait=True)
+        self._outlets.checkpoint(self.step, self._frontier, synced)
         self._saved = self.step
-        if self._control.rank == 0:
+
+    def _finish_checkpoint(self, *, wait: bool) -> None:
+        oldest = self._outlets.finish_checkpoint(wait=wait)
+        if oldest is not None and self._control.rank == 0:
             self._source.checkpointed(oldest)
 
     def _report(

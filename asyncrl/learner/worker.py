@@ -134,6 +134,7 @@ def statistics_of(outputs: Sequence[TrainOutput]) -> dict[str, float]:
     return {
         "loss": total["loss"] / len(outputs),
         "grad_norm": sum(output.grad_norm for output in outputs) / len(outputs),
+        "router_loss": sum(output.router_loss for output in outputs) / len(outputs),
         "entropy": total["entropy"] / tokens,
         "clip_fraction": total["clipped"] / max(total["kept_tokens"], 1.0),
         "abs_log_ratio": total["abs_log_ratio"] / tokens,

@@ -125,7 +125,7 @@ class ObservedWorker(TrainingWorker):
     """Notes what comes back, and the rows that are trained."""
 
     def __init__(self, engine: Engine, notes: Notes) -> None:
-        super().__init__(engine, Config.model_validate(OPTIONS).algorithm, 30.0)
+        super().__init__(engine, Config.model_validate(OPTIONS).algorithm, 120.0)
         self.notes = notes
 
     def train_step(self, plan: StepPlan, groups: Mapping[int, TrajectoryGroup], should_stop: Callable[[], bool]) -> StepResult | None:
@@ -190,9 +190,9 @@ def _rank(rank: int, world: int, model_dir: str, out: str) -> None:
     engine = Observed(spec(model_dir, micro_batch_tokens=10, shared_prompt=False, warmup_steps=0))
     engine.initialize()
     engine.micro_batches, engine.steps = [], 0
-    control = Control(rank, world, 30.0)
+    control = Control(rank, world, 120.0)
     cost_probe.MAX_PASS_S, cost_probe.fitted_ratio = 60.0, lambda timings: len(timings) + 0.1 * rank  # as if each clock ran otherwise
-    notes["pair_cost"] = cost_probe.pair_cost(engine, control, Config.model_validate({"learner": {"micro_batch_tokens": 64}}), model_dir)
+    notes["pair_cost"] = cost_probe.pair_cost(engine, control, Config.model_validate(OPTIONS), model_dir)
     worker, outlets = ObservedWorker(engine, notes), Metrics()
     pool = Pool(
         Config.model_validate(OPTIONS),
@@ -209,7 +209,7 @@ def _rank(rank: int, world: int, model_dir: str, out: str) -> None:
     notes |= {"micro_batches": engine.micro_batches, "steps": engine.steps, "metrics": outlets.lines}
     notes["weights"] = sum(float(tensor.double().abs().sum()) for _, tensor in engine.named_tensors())
     notes["failure"] = raised(lambda: worker.replica.groups(timeout), (PeerTimeout, ProcessDied))
-    notes["two sources"] = raised(lambda: Replica(Claims(engine), 30.0), EngineError)
+    notes["two sources"] = raised(lambda: Replica(Claims(engine), 120.0), EngineError)
     control.barrier()
     if rank == 3:  # its source has ended
         notes["gone"] = raised(lambda: worker.replica.groups(timeout), ProcessDied)
@@ -285,7 +285,7 @@ def test_no_replica_is_counted_twice(ranks: list[Notes], model_dir: str):
 
 
 def test_all_ranks_take_the_price_of_a_pair_that_rank_0_measured(ranks: list[Notes]):
-    assert [notes["pair_cost"] for notes in ranks] == [3.0] * 4  # from three kinds of passes
+    assert [notes["pair_cost"] for notes in ranks] == [2.0] * 4  # from passes of rows of 10 and of 2
 
 
 def test_a_source_that_fails_says_so_to_its_replica(ranks: list[Notes]):

@@ -12,7 +12,7 @@ from learner_support import batch_of, one_rank, random_groups, rows_of, run_rank
 from asyncrl.config import Config
 from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import DataError
-from asyncrl.learner.checkpoint import Manifest, save_checkpoint
+from asyncrl.learner.checkpoint import CheckpointWriter, Manifest
 from asyncrl.learner.control import Control
 from asyncrl.learner.export import export_checkpoint
 from asyncrl.learner.fsdp2 import FSDP2Engine
@@ -43,10 +43,11 @@ def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, tied: bool):
     first = engine_of(model_dir)
     for seed in range(2):
         train(first, seed)
-    first.save(tmp_path / "state")
+    saving = first.save(tmp_path / "state")
     torch.rand(3)
     state = torch.get_rng_state()
-    expected = [train(first, seed) for seed in range(2, 5)]
+    expected = [train(first, seed) for seed in range(2, 5)]  # while the state is written
+    saving.wait()
     second = engine_of(model_dir)
     second.load(tmp_path / "state")
     assert second.optimizer_steps == 2
@@ -58,7 +59,7 @@ def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, tied: bool):
 def test_a_state_saved_before_the_first_step_loads(tmp_path: Path):
     one_rank()
     model_dir = tiny_model_dir(tmp_path / "model")
-    engine_of(model_dir).save(tmp_path / "state")
+    engine_of(model_dir).save(tmp_path / "state").wait()
     loaded = engine_of(model_dir)
     loaded.load(tmp_path / "state")
     assert train(loaded, 0) == train(engine_of(model_dir), 0)
@@ -68,8 +69,9 @@ def _save_on_two(rank: int, world: int, model_dir: str, state: str, out: str) ->
     engine = engine_of(model_dir)
     for seed in range(2):
         train(engine, seed, rank, world)
-    engine.save(Path(state))
+    saving = engine.save(Path(state))
     continued = [train(engine, seed, rank, world) for seed in range(2, 5)]
+    saving.wait()
     if rank == 0:
         np.save(out, np.array(continued))
 
@@ -101,7 +103,9 @@ def run_with_checkpoint(tmp_path: Path, model_dir: str, engine: FSDP2Engine, dty
     run_dir.write_facts(facts)
     frontier = Frontier(steps=2, low=8, settled_above=(), trained=8, dropped={})
     manifest = Manifest(run_id="r", step=2, incarnation=0, frontier=frontier, engine="fsdp2", world_size=1, dtype=dtype, versions={})
-    save_checkpoint(engine, Control(0, 1, 1.0), run_dir, manifest, 2)
+    writer = CheckpointWriter(engine, Control(0, 1, 1.0), run_dir, 2)
+    writer.begin(manifest)
+    writer.finish(wait=True)
     return run_dir
 
 

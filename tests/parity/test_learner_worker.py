@@ -121,7 +121,7 @@ def gradient_norm(worker: TrainingWorker, rows: tuple[Any, ...], correction: str
     factor = objective.rescale(output.sums, batch.denominators)
     assert factor is not None
     engine.scale_gradients(factor)
-    squares = sum(float(p.grad.full_tensor().square().sum()) for p in engine.scorer.parameters())
+    squares = sum(float(p.grad.full_tensor().square().sum()) for p in engine.packed.parameters())
     engine.optimizer_zero_grad()
     return math.sqrt(squares)
 
@@ -132,7 +132,7 @@ def test_measuring_costs_changes_nothing_that_is_trained(tmp_path: Path):
     rng = torch.get_rng_state()
     measured_ratio(measured.engine, Control(0, 1, 1.0), cap_tokens=48, longest_tokens=48, vocab_size=64)
     assert torch.equal(torch.get_rng_state(), rng)
-    assert all(p.grad is None for p in measured.engine.scorer.parameters())
+    assert all(p.grad is None for p in measured.engine.packed.parameters())
     assert plain.train_step(*groups, never) == measured.train_step(*groups, never)
     assert torch.equal(weights(plain), weights(measured))
 

@@ -7,11 +7,26 @@ import pytest
 
 from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import DataError
-from asyncrl.learner.checkpoint import Manifest, checkpoint_folder, prune, read_manifest, save_checkpoint
+from asyncrl.learner.checkpoint import CheckpointWriter, Manifest, checkpoint_folder, prune, read_manifest
 from asyncrl.learner.control import Control
 from asyncrl.queue.messages import Frontier
 
 FRONTIER = Frontier(steps=3, low=48, settled_above=(50, 51), trained=48, dropped={"no_signal": 2})
+
+
+class Paper:
+    """A file that is being written until told otherwise."""
+
+    def __init__(self, file: Path, dies: bool) -> None:
+        self.file, self.dies, self.written = file, dies, False
+
+    def done(self) -> bool:
+        return self.written
+
+    def wait(self) -> None:
+        if self.dies:
+            raise RuntimeError("disk")
+        self.file.write_text("weights")
 
 
 class FileEngine:
@@ -20,11 +35,10 @@ class FileEngine:
     def __init__(self, dies: bool = False) -> None:
         self.dies = dies
 
-    def save(self, folder: Path, synced: bool = True) -> None:
+    def save(self, folder: Path, synced: bool = True) -> Paper:
         assert not (folder / "manifest.json").exists()
-        if self.dies:
-            raise RuntimeError("disk")
-        (folder / "shard").write_text("weights")
+        self.paper = Paper(folder / "shard", self.dies)
+        return self.paper
 
 
 def manifest(step: int) -> Manifest:
@@ -34,7 +48,25 @@ def manifest(step: int) -> Manifest:
 
 
 def save(run_dir: RunDir, step: int, keep: int = 2, dies: bool = False) -> Path:
-    return save_checkpoint(FileEngine(dies), Control(0, 1, 1.0), run_dir, manifest(step), keep)
+    writer = CheckpointWriter(FileEngine(dies), Control(0, 1, 1.0), run_dir, keep)
+    writer.begin(manifest(step))
+    folder = writer.finish(wait=True)
+    assert folder is not None
+    return folder
+
+
+def test_a_checkpoint_counts_when_all_of_it_is_written_and_the_next_one_waits_for_that(tmp_path: Path):
+    run_dir, engine = RunDir(tmp_path), FileEngine()
+    writer = CheckpointWriter(engine, Control(0, 1, 1.0), run_dir, 2)
+    assert writer.finish(wait=True) is None
+    writer.begin(manifest(1))
+    assert writer.finish(wait=False) is None and run_dir.latest_checkpoint() is None
+    engine.paper.written = True
+    assert writer.finish(wait=False) == checkpoint_folder(run_dir, 1) == run_dir.latest_checkpoint()
+    writer.begin(manifest(2))
+    assert run_dir.latest_checkpoint() == checkpoint_folder(run_dir, 1)
+    writer.begin(manifest(3))
+    assert run_dir.latest_checkpoint() == checkpoint_folder(run_dir, 2)
 
 
 def test_the_manifest_comes_last_and_gives_the_frontier_back(tmp_path: Path):

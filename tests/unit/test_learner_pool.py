@@ -116,6 +116,8 @@ class FakeOutlets:
     def __init__(self, events: list[str]) -> None:
         self.events = events
         self.lines: list[dict[str, Any]] = []
+        self.writing: int | None = None
+        self.fast_disk = True
 
     def publish(self, version: int) -> None:
         self.events.append(f"publish {version}")
@@ -124,10 +126,16 @@ class FakeOutlets:
         self.lines.append(values)
         self.events.append("metrics")
 
-    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> int:
+    def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> None:
         hurried = "" if synced else " in a hurry"
         self.events.append(f"checkpoint {step} low {frontier.low if frontier else None}{hurried}")
-        return step
+        self.writing = step
+
+    def finish_checkpoint(self, *, wait: bool) -> int | None:
+        if self.writing is None or not (wait or self.fast_disk):
+            return None
+        written, self.writing = self.writing, None
+        return written
 
     def sync_s(self) -> float:
         return 0.25
@@ -159,6 +167,16 @@ def test_a_step_leases_fetches_trains_commits_reports_and_publishes_in_that_orde
     assert world.events == [
         *("publish 0", "lease 0", "fetch [0, 1]", "train 0", "commit 0", "metrics", "publish 1"),
         *("lease 1", "fetch [0, 1]", "train 1", "commit 1", "metrics", "checkpoint 2 low 4", "keep from 2"),
+    ]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_queue_hears_of_it_when_it_is_whole():
+    world = World({"launch": {"steps": 3, "checkpoint_every": 1}})
+    world.outlets.fast_disk = False
+    world.pool.run()
+    assert [e for e in world.events if e.startswith(("train", "checkpoint", "keep"))] == [
+        *("train 0", "checkpoint 1 low 2", "train 1", "keep from 1", "checkpoint 2 low 4"),
+        *("train 2", "keep from 2", "checkpoint 3 low 6", "keep from 3"),
     ]
 
 

@@ -1,0 +1,64 @@
+"""The little that the suite has to know of an engine beyond its protocol. Another engine adds one entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+__all__ = ["ADAPTERS", "Adapter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Ways into an engine.
+
+    Attributes:
+        use_sgd: replaces the optimizer of an initialized engine by plain SGD; the schedule keeps the learning rate.
+        weights: full float32 tensors under Hugging Face names; collective.
+        low_rank: A of every layer that LoRA adapts, by the name of its weight; collective.
+        gradient: this rank's part of the gradient of a named parameter.
+        leak: lets every token see the packed sequence before its own, from now on.
+    """
+
+    use_sgd: Callable[[Any], None]
+    weights: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
+    low_rank: Callable[[Any], Iterator[tuple[str, torch.Tensor]]]
+    gradient: Callable[[Any, str], torch.Tensor]
+    leak: Callable[[Any], None]
+
+
+def _fsdp2_use_sgd(engine: Any) -> None:
+    engine.optimizer = torch.optim.SGD([p for p in engine.packed.parameters() if p.requires_grad], lr=engine.spec.learner.learning_rate)
+
+
+def _fsdp2_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    # the export rounds to the compute dtype; what is compared are the master weights
+    compute, engine.dtype = engine.dtype, torch.float32
+    yield from engine.named_tensors()
+    engine.dtype = compute
+
+
+def _fsdp2_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, parameter in engine.packed.model.named_parameters():
+        if ".lora_A." in name:
+            yield name.replace(".lora_A.default", ""), parameter.detach().full_tensor()
+
+
+def _fsdp2_gradient(engine: Any, name: str) -> torch.Tensor:
+    return dict(engine.packed.model.named_parameters())[name].grad.to_local()
+
+
+def _fsdp2_leak(engine: Any) -> None:
+    def see_the_one_before(_: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        micro, *others = arguments
+        return replace(micro, parents=(micro.segments - 1).clamp(min=0)), *others
+
+    engine.packed.register_forward_pre_hook(see_the_one_before)
+
+
+ADAPTERS: Mapping[str, Adapter] = {
+    "fsdp2": Adapter(use_sgd=_fsdp2_use_sgd, weights=_fsdp2_weights, low_rank=_fsdp2_low_rank, gradient=_fsdp2_gradient, leak=_fsdp2_leak)
+}
