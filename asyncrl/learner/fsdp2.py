@@ -195,9 +195,10 @@ class FSDP2Base(Engine):
     def _forward_backward(self, micro: MicroBatch, loss: LossFunction, batch: Batch, *, last: bool) -> torch.Tensor:
         """Sums of the loss, and as the last one this rank's part of the router's."""
         root: Any = self.packed
-        root.set_requires_gradient_sync(last)
-        root.set_is_last_backward(last)
-        root.set_reshard_after_backward(last or self.meshes.layers_are_sharded)
+        if self._fsdp_modules:
+            root.set_requires_gradient_sync(last)
+            root.set_is_last_backward(last)
+            root.set_reshard_after_backward(last or self.meshes.layers_are_sharded)
         *predictions, router = self._predict(micro, loss)
         output = loss(*predictions, micro, batch.denominators)
         router = router / max(batch.denominators.trajectories, 1)

@@ -12,7 +12,13 @@ __all__ = ["shard"]
 
 
 def shard(packed: PackedModel, layers: list[torch.nn.Module], meshes: Meshes, dtype: torch.dtype, *, offload: bool) -> list[FSDPModule]:
-    """Shards in place; returns the units. Gradients are summed over ranks, in float32 whatever the precision of the pass."""
+    """Shards in place; returns the units. Gradients are summed over ranks, in float32 whatever the precision of the pass.
+
+    A single rank that computes in the precision of its weights has nothing to shard, gather, cast or move: there are no units then, since
+    their copies of every weight and gradient would cost a third of a small model's step.
+    """
+    if meshes.root.size() == 1 and dtype == torch.float32 and not offload:
+        return []
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
