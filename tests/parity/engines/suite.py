@@ -78,7 +78,7 @@ class Suite:
         return adamw.worst(sgd)
 
     def _compared(self, cell: Cell, optimizer: str, shared_prompt: bool) -> Verdict:
-        bounds, ranks = self.target.bounds, self.ranks_run(cell, optimizer, shared_prompt=shared_prompt)
+        bounds, ranks = self.target.bounds_of(cell.model), self.ranks_run(cell, optimizer, shared_prompt=shared_prompt)
         plain = self.plain_run(cell, optimizer, adapters=ranks[0].adapters)
         check_layout(ranks, cell)
         prediction, token_loss = check_tokens(ranks, plain, bounds)
