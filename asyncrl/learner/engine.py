@@ -41,12 +41,13 @@ class StepAbandoned(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """What an engine is built from: the model's folder, compute precision, device, options."""
+    """What an engine is built from: the model's folder, compute precision, device, options; ``trained``: whether it gets an optimizer."""
 
     model_dir: str
     dtype: str
     device: str
     learner: LearnerConfig
+    trained: bool = True
 
 
 class Engine(abc.ABC):

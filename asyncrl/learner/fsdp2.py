@@ -112,7 +112,10 @@ class FSDP2Base(Engine):
         if self.meshes.replica is not None:
             check_exact(self.packed, probe, self.device)
             self._reshard()
-        self.optimizer = new_optimizer(self._trained(), settings)
+        if self.spec.trained:
+            self.optimizer = new_optimizer(self._trained(), settings)
+        else:
+            self.packed.requires_grad_(False)
 
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.packed.parameters() if parameter.requires_grad]

@@ -1,20 +1,33 @@
-"""The loss as the worker hands it to an engine: settings, and what serves as the proximal policy."""
+"""Losses as a worker hands them to an engine: the policy's with what serves as the proximal policy, and the critic's."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
 from asyncrl.algorithms.losses import STATISTICS, Denominators, LossOutput, LossSettings, LossTokens, policy_loss
+from asyncrl.algorithms.values import value_loss
 from asyncrl.config import AlgorithmConfig
 from asyncrl.learner.batch import MicroBatch
 
-__all__ = ["PolicyObjective", "Proximal", "loss_settings"]
+__all__ = ["Objective", "PolicyObjective", "Proximal", "ValueObjective", "loss_settings"]
 
 Proximal = Literal["behavior", "current", "given"]
 """Denominator of the ratio: behaviour log-probs, the detached current ones, or those that the rows carry."""
+
+
+class Objective(Protocol):
+    """A :class:`~asyncrl.learner.batch.LossFunction` that corrects its denominator after the batch."""
+
+    @property
+    def entropy_gradient(self) -> bool: ...
+
+    def __call__(self, *arguments: Any) -> LossOutput: ...
+
+    def rescale(self, sums: torch.Tensor, denominators: Denominators) -> float | None:
+        """What the gradient is multiplied by before the step; None where nothing was trained."""
 
 
 def loss_settings(algorithm: AlgorithmConfig) -> LossSettings:
@@ -70,3 +83,17 @@ class PolicyObjective:
             return logprobs.detach()
         assert micro.proximal_logprobs is not None
         return micro.proximal_logprobs
+
+
+class ValueObjective:
+    """The critic's: squared error of values against the returns that the rows carry."""
+
+    entropy_gradient = False
+
+    def __call__(self, values: torch.Tensor, micro: MicroBatch, denominators: Denominators) -> LossOutput:
+        assert micro.returns is not None
+        return value_loss(values, micro.returns, micro.mask, denominators)
+
+    def rescale(self, sums: torch.Tensor, denominators: Denominators) -> float | None:
+        """Nothing is taken out: 1.0, or None where there was no token."""
+        return 1.0 if denominators.tokens else None

@@ -1,6 +1,6 @@
 """How the model is called: a worker turns a step's plan and this replica's groups into engine calls.
 
-All ranks of a replica make the same calls with the same rows; results come back on its source alone.
+Results come back on the source of a replica alone.
 Batch ⊃ mini-batch ⊃ micro-batch: a step trains one batch; each mini-batch is one optimizer step; micro-batches are the engine's.
 """
 
@@ -15,16 +15,14 @@ from asyncrl.algorithms import group_advantages
 from asyncrl.algorithms.divergence import effective_sample_size
 from asyncrl.algorithms.losses import STATISTICS, Denominators
 from asyncrl.config import AlgorithmConfig
-from asyncrl.learner.batch import Batch, BatchOutput, Row, TrainOutput
+from asyncrl.learner.batch import Batch, Row, TrainOutput
 from asyncrl.learner.engine import Engine
 from asyncrl.learner.objective import PolicyObjective, Proximal, loss_settings
 from asyncrl.learner.plan import StepPlan, check_payload
-from asyncrl.learner.replica import Replica
+from asyncrl.learner.roles import ACTOR, GLOO_TIMEOUT_S, ModelWorker
 from asyncrl.trajectory import TrajectoryGroup
 
 __all__ = ["StepResult", "TrainingWorker", "statistics_of"]
-
-GLOO_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +38,8 @@ class StepResult:
     packed_tokens: int
 
 
-class TrainingWorker:
-    """One model in the role of the actor.
+class TrainingWorker(ModelWorker):
+    """The actor, through the updates of a whole training step.
 
     Args:
         engine: an initialized engine; algorithm: the options that shape advantages and loss;
@@ -49,8 +47,7 @@ class TrainingWorker:
     """
 
     def __init__(self, engine: Engine, algorithm: AlgorithmConfig, timeout_s: float = GLOO_TIMEOUT_S) -> None:
-        self.engine = engine
-        self.replica = Replica(engine, timeout_s)
+        super().__init__(engine, ACTOR, timeout_s)
         self.algorithm = algorithm
         self.settings = loss_settings(algorithm)
 
@@ -78,6 +75,7 @@ class TrainingWorker:
         proximal = self._proximal(plan)
         if proximal == "given":
             rows = self._with_proximal(rows, should_stop)
+        objective = PolicyObjective(self.settings, proximal)
         outputs: list[TrainOutput] = []
         for _ in range(self.algorithm.epochs):
             for mini in plan.mini_batches:
@@ -87,7 +85,7 @@ class TrainingWorker:
                     denominators=Denominators(tokens=mini.tokens, trajectories=mini.trajectories),
                     quadratic=plan.quadratic,
                 )
-                outputs.append(self.train_mini_batch(batch, proximal, should_stop if not _stepped(outputs) else _never))
+                outputs.append(self.train_mini_batch(batch, objective, should_stop if not _stepped(outputs) else _never))
         if not self.replica.is_source:
             return None
         return StepResult(
@@ -96,19 +94,6 @@ class TrainingWorker:
             skipped=tuple(output.skipped for output in outputs if output.skipped),
             packed_tokens=sum(output.packed_tokens for output in outputs),
         )
-
-    def train_mini_batch(self, batch: Batch, proximal: Proximal, should_stop: Callable[[], bool]) -> TrainOutput:
-        """One optimizer step."""
-        objective = PolicyObjective(self.settings, proximal)
-        return self.engine.train_batch(
-            batch, objective, should_stop=should_stop, rescale=lambda sums: objective.rescale(sums, batch.denominators)
-        )
-
-    def infer_batch(self, rows: tuple[Row, ...], should_stop: Callable[[], bool]) -> BatchOutput:
-        """Log-probs of rows under the current weights; ``predictions_N`` is empty on ranks that are not the source of their replica."""
-        batch = Batch(rows_N=rows, denominators=Denominators(tokens=0, trajectories=0))
-        output = self.engine.infer_batch(batch, should_stop=should_stop)
-        return output if self.replica.is_source else replace(output, predictions_N=())
 
     def _proximal(self, plan: StepPlan) -> Proximal:
         if not plan.recompute:
