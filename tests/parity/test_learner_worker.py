@@ -121,7 +121,7 @@ def gradient_norm(worker: TrainingWorker, rows: tuple[Any, ...], correction: str
     factor = objective.rescale(output.sums, batch.denominators)
     assert factor is not None
     engine.scale_gradients(factor)
-    squares = sum(float(p.grad.full_tensor().square().sum()) for p in engine.packed.parameters())
+    squares = sum(float(p.grad.square().sum()) for p in engine.packed.parameters())
     engine.optimizer_zero_grad()
     return math.sqrt(squares)
 
