@@ -18,13 +18,13 @@ import torch
 from asyncrl.config import LearnerConfig
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.packing import attention_mask, pack
-from asyncrl.learner.scoring import Scorer
+from asyncrl.learner.scoring import Scorer, chunk_tokens_of
 from benchmarks.learner_data import new_group, rows_of
 
 __all__ = ["FORMS", "VOCABULARY", "new_model"]
 
 VOCABULARY = 151_936
-NUM_TOKENS = 2048
+NUM_TOKENS = 4096
 
 
 def new_model(vocabulary: int) -> Any:
@@ -34,7 +34,7 @@ def new_model(vocabulary: int) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=vocabulary, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
-        head_dim=32, max_position_embeddings=4096, tie_word_embeddings=False,
+        head_dim=32, max_position_embeddings=8192, tie_word_embeddings=False,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     return Qwen3ForCausalLM(config)
@@ -42,7 +42,8 @@ def new_model(vocabulary: int) -> Any:
 
 def chunked(model: Any, micro: MicroBatch) -> torch.Tensor:
     """Log-probs [K] by the learner's scorer."""
-    scorer = Scorer(model, attention="sdpa", chunk_tokens=LearnerConfig().logits_chunk_tokens, compute_dtype=torch.float32)
+    chunk_tokens = chunk_tokens_of(model, LearnerConfig().logits_chunk_mib)
+    scorer = Scorer(model, attention="sdpa", chunk_tokens=chunk_tokens, compute_dtype=torch.float32)
     return scorer(micro, False)[0]  # type: ignore[no-any-return]
 
 

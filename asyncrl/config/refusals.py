@@ -65,7 +65,7 @@ CONTEXT_PARALLEL = Refusal(
 EXPERT_PARALLEL = Refusal(
     combination="expert parallel",
     reason="no engine that is built sends tokens to experts elsewhere",
-    nearest="learner.shard_ranks, which shards experts as it does the rest",
+    nearest="learner.ranks, over which experts are sharded as the rest is",
 )
 ROUTER_REPLAY = Refusal(
     combination="router replay",
@@ -83,9 +83,9 @@ REFUSED_NAMES: Mapping[str, Refusal] = {
     "generator.top_k": _TRUNCATED,
     "generator.min_p": _TRUNCATED,
     "algorithm.kl_coef": Refusal(
-        reason="no reference policy is held", nearest="algorithm.clip_high and queue.max_staleness, which bound the step"
+        reason="a run scores no reference policy", nearest="algorithm.clip_high and queue.max_staleness, which bound the step"
     ),
-    "critic.*": Refusal(combination="a critic", reason="no value model is trained", nearest="algorithm.advantage=grpo"),
+    "critic.*": Refusal(combination="a critic", reason="a run trains the actor alone", nearest="algorithm.advantage=grpo"),
     "*pipeline*parallel*": PIPELINE_PARALLEL,
     "*context_parallel*": CONTEXT_PARALLEL,
     "*expert*parallel*": EXPERT_PARALLEL,

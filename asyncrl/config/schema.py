@@ -155,7 +155,7 @@ class LearnerConfig(Group):
     shared_prompt: bool = option(True, "compute a group's prompt once for all its siblings")
     attention: Literal["sdpa", "eager"] = option("sdpa", "attention implementation of the Hugging Face model")
     activation_checkpointing: bool = option(False, "recompute activations in the backward pass")
-    logits_chunk_tokens: int = option(1024, "tokens whose logits exist at a time", unit="tokens", ge=1)
+    logits_chunk_mib: float = option(128.0, "logits that exist at a time, in one copy; at least those of one token", unit="MiB", gt=0)
     threads: int = option(1, "OpenMP threads of a rank", ge=1)
 
 

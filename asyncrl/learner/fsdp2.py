@@ -33,7 +33,7 @@ from asyncrl.learner.optimizer import clip_gradients, learning_rate, local, new_
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.packing import filler, pack, scatter
 from asyncrl.learner.registry import EngineRegistry
-from asyncrl.learner.scoring import Scorer
+from asyncrl.learner.scoring import Scorer, chunk_tokens_of
 from asyncrl.learner.tensor_parallel import use_tensor_parallel
 from asyncrl.learner.ulysses import use_ulysses
 from asyncrl.learner.valuing import Valuer
@@ -334,10 +334,11 @@ class FSDP2Engine(FSDP2Base):
 
     def _load(self) -> PackedModel:
         settings = self.spec.learner
+        model = load_model(self.spec.model_dir, settings.attention)
         return Scorer(
-            load_model(self.spec.model_dir, settings.attention),
+            model,
             attention=settings.attention,
-            chunk_tokens=settings.logits_chunk_tokens,
+            chunk_tokens=chunk_tokens_of(model, settings.logits_chunk_mib),
             compute_dtype=torch.float32,
             router_loss=settings.router_loss > 0,
         )

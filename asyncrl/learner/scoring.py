@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.packed import PackedModel
 
-__all__ = ["Scorer", "tempered_logprobs"]
+__all__ = ["Scorer", "chunk_tokens_of", "tempered_logprobs"]
 
 
 class Scorer(PackedModel):
@@ -63,6 +63,14 @@ class Scorer(PackedModel):
         return torch.cat([logprobs for logprobs, _ in pieces]), torch.cat([entropy for _, entropy in pieces])
 
 
+def chunk_tokens_of(model: Any, chunk_mib: float) -> int:
+    """Tokens whose float32 logits fill ``chunk_mib`` MiB, at least one.
+
+    Example: 151,936 words and 128 MiB are 220 tokens.
+    """
+    return max(1, int(chunk_mib * 2**20 / (4 * model.get_output_embeddings().weight.shape[0])))
+
+
 def tempered_logprobs(
     head: Any, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, entropy_gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,11 +78,12 @@ def tempered_logprobs(
 
     Example: logits [2, 1, 0] at T = 0.5 give token 0 the log-prob −0.1429.
     """
-    logits = head(hidden).float() / temperatures[:, None]  # [K, V]
+    # in place: a copy of the logits is what counts here
+    logits = head(hidden).float().div_(temperatures[:, None])  # [K, V]
     logprobs = torch.log_softmax(logits, dim=-1)
     # not a view of the gathered column: FSDP hangs its backward hook on what leaves the root module
     chosen = -torch.nn.functional.nll_loss(logprobs, targets, reduction="none")
     if entropy_gradient:
         return chosen, -(logprobs.exp() * logprobs).sum(-1)
     with torch.no_grad():
-        return chosen, -(logprobs.exp() * logprobs).sum(-1)
+        return chosen, -logprobs.exp().mul_(logprobs).sum(-1)

@@ -18,7 +18,6 @@ from asyncrl.learner.control import Control
 from asyncrl.learner.cost_probe import measured_ratio
 from asyncrl.learner.fsdp2 import FSDP2Engine
 from asyncrl.learner.objective import PolicyObjective
-from asyncrl.learner.optimizer import local
 from asyncrl.learner.plan import PlanSettings, StepPlan, plan_step
 from asyncrl.learner.worker import TrainingWorker
 from asyncrl.trajectory import TrajectoryGroup
@@ -122,7 +121,7 @@ def gradient_norm(worker: TrainingWorker, rows: tuple[Any, ...], correction: str
     factor = objective.rescale(output.sums, batch.denominators)
     assert factor is not None
     engine.scale_gradients(factor)
-    squares = sum(float(local(p.grad).square().sum()) for p in engine.packed.parameters())
+    squares = sum(float(p.grad.square().sum()) for p in engine.packed.parameters())
     engine.optimizer_zero_grad()
     return math.sqrt(squares)
 

@@ -11,7 +11,7 @@ from asyncrl.errors import ConfigError, UnsupportedError
     ("text", "said"),
     [
         ("generator.top_k=5", "renormalise .*nearest that works: generator.temperature"),
-        ("algorithm.kl_coef=0.1", "no reference policy is held.*algorithm.clip_high"),
+        ("algorithm.kl_coef=0.1", "a run scores no reference policy.*algorithm.clip_high"),
         ("learner.pipeline_parallel=2", r"\(pipeline parallel\).*learner.tensor_parallel"),
         ("actor_rollout_ref.actor.megatron.context_parallel_size=2", r"\(context parallel\)"),
         ("learner.expert_model_parallel_size=2", r"\(expert parallel\)"),
@@ -19,7 +19,7 @@ from asyncrl.errors import ConfigError, UnsupportedError
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", r"\(router replay\)"),
         ("actor_rollout_ref.hybrid_engine=True", r"\(roles that take turns on a GPU\).*generator.num_gpus, learner.num_gpus"),
         ("launch.colocate=true", r"\(roles that take turns on a GPU\)"),
-        ("critic.optim.lr=1e-5", "no value model is trained.*algorithm.advantage"),
+        ("critic.optim.lr=1e-5", "a run trains the actor alone.*algorithm.advantage"),
         ("learner.engine=megatron", "learner.engine=megatron is not supported: no engine of this name is built; .*learner.engine=fsdp2"),
         ("learner=torchtitan", "learner.engine=torchtitan is not supported: .*learner.engine=fsdp2"),
         ("learner.device=npu", "learner.device=npu is not supported: engines are registered for cpu and cuda alone; .*learner.device=auto"),

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.learner.optimizer import local
+
 __all__ = ["ADAPTERS", "Adapter"]
 
 
@@ -48,7 +50,7 @@ def _fsdp2_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _fsdp2_gradient(engine: Any, name: str) -> torch.Tensor:
-    return dict(engine.packed.model.named_parameters())[name].grad.to_local()
+    return local(dict(engine.packed.model.named_parameters())[name].grad)
 
 
 def _fsdp2_leak(engine: Any) -> None:

@@ -47,7 +47,7 @@ _FSDP2 = (
         name="checkpointing",
         ranks=2,
         replicas=2,
-        learner={"activation_checkpointing": True, "logits_chunk_tokens": 3},
+        learner={"activation_checkpointing": True, "logits_chunk_mib": 0.001},
     ),
     Cell(backend="fsdp2", name="LoRA, DP2", ranks=2, replicas=2, learner={"lora_rank": 4, "lora_alpha": 8}),
     Cell(backend="fsdp2", name="LoRA, SP2", ranks=2, replicas=1, learner={"lora_rank": 4, "lora_alpha": 8, "sequence_parallel": 2}),
