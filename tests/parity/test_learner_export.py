@@ -8,54 +8,16 @@ from typing import Any
 import pytest
 import torch
 from engines.models import write_model
-from learner_support import batch_of, one_rank, random_groups, rows_of, settings, spec, tiny_model_dir
+from export_support import LORA, run_with_checkpoint, trained_engine
+from learner_support import batch_of, one_rank, random_groups, rows_of, spec, tiny_model_dir
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from asyncrl.config import Config
-from asyncrl.config.run_dir import RunDir, RunFacts
+from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import DataError
-from asyncrl.learner.checkpoint import CheckpointWriter, Manifest
-from asyncrl.learner.control import Control
 from asyncrl.learner.export import export_checkpoint
 from asyncrl.learner.fsdp2 import FSDP2Engine
-from asyncrl.learner.objective import PolicyObjective
-from asyncrl.queue.messages import Frontier
-
-LORA = {"lora_rank": 4, "lora_alpha": 12}
-
-
-def trained_engine(model_dir: str, dtype: str = "float32", **learner: Any) -> FSDP2Engine:
-    engine = FSDP2Engine(spec(model_dir, dtype=dtype, **({"learning_rate": 0.02, "warmup_steps": 0} | learner)))
-    engine.initialize()
-    for seed in range(2):
-        batch, objective = batch_of(rows_of(random_groups(4, 4, seed=seed))), PolicyObjective(settings(), "behavior")
-        engine.train_batch(batch, objective, should_stop=lambda: False, rescale=lambda sums: 1.0)
-    return engine
-
-
-def run_with_checkpoint(tmp_path: Path, engine: FSDP2Engine) -> RunDir:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.path.mkdir()
-    run_dir.write_config(Config(learner=engine.spec.learner))
-    facts = RunFacts(
-        run_id="r",
-        incarnation=0,
-        queue_endpoints=(),
-        sync_endpoint="",
-        rendezvous="",
-        model_dir=engine.spec.model_dir,
-        generator_device="cpu",
-        learner_device="cpu",
-    )
-    run_dir.write_facts(facts)
-    frontier = Frontier(steps=2, low=8, settled_above=(), trained=8, dropped={})
-    dtype = engine.spec.dtype
-    manifest = Manifest(run_id="r", step=2, incarnation=0, frontier=frontier, engine="fsdp2", world_size=1, dtype=dtype, versions={})
-    writer = CheckpointWriter(engine, Control(0, 1, 1.0), run_dir, 2)
-    writer.begin(manifest)
-    writer.finish(wait=True)
-    return run_dir
 
 
 def in_transformers(folder: Path | str) -> Any:
@@ -83,7 +45,6 @@ def assert_scores_are_those_of(engine: FSDP2Engine, exported: Any) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3 tied", "qwen3 moe"])
 def test_an_export_is_the_trained_model_bit_for_bit_under_the_names_of_save_pretrained(tmp_path: Path, family: str):
-    one_rank()
     model_dir = write_model(tmp_path / "model", family)
     engine = trained_engine(model_dir)
     run_dir = run_with_checkpoint(tmp_path, engine)
@@ -103,7 +64,6 @@ def test_an_export_is_the_trained_model_bit_for_bit_under_the_names_of_save_pret
 
 @pytest.mark.parametrize("family", ["qwen3 tied", "qwen3 moe"])
 def test_an_export_of_adapters_is_the_base_with_alpha_over_rank_times_b_a_added(tmp_path: Path, family: str):
-    one_rank()
     model_dir = write_model(tmp_path / "model", family)
     engine = trained_engine(model_dir, **LORA)
     run_dir = run_with_checkpoint(tmp_path, engine)
@@ -127,7 +87,6 @@ def test_an_export_of_adapters_is_the_base_with_alpha_over_rank_times_b_a_added(
 def test_what_a_router_keeps_beside_its_weights_is_exported_as_it_was(tmp_path: Path):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    one_rank()
     config = DeepseekV3Config(
         vocab_size=64,
         hidden_size=32,
@@ -147,6 +106,7 @@ def test_what_a_router_keeps_beside_its_weights_is_exported_as_it_was(tmp_path: 
         n_group=1,
         topk_group=1,
     )
+    one_rank()
     model, correction = DeepseekV3ForCausalLM(config), torch.tensor([0.5, -0.25, 0.0, 1.0])
     model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(correction)
     model.save_pretrained(tmp_path / "model")
@@ -161,7 +121,6 @@ def test_what_a_router_keeps_beside_its_weights_is_exported_as_it_was(tmp_path: 
 
 
 def test_an_export_of_many_files_is_that_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    one_rank()
     model_dir = tiny_model_dir(tmp_path / "model")
     (Path(model_dir) / "tokenizer_config.json").write_text("{}")
     run_dir = run_with_checkpoint(tmp_path, trained_engine(model_dir))
@@ -177,7 +136,6 @@ def test_an_export_of_many_files_is_that_of_one(tmp_path: Path, monkeypatch: pyt
 def test_a_bfloat16_run_exports_what_its_generators_sample_from(tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
-    one_rank()
     engine = trained_engine(tiny_model_dir(tmp_path / "model"), "bfloat16", **LORA)
     run_dir = run_with_checkpoint(tmp_path, engine)
     exported = dict(AutoModelForCausalLM.from_pretrained(export_checkpoint(run_dir, tmp_path / "out")).named_parameters())
@@ -187,7 +145,6 @@ def test_a_bfloat16_run_exports_what_its_generators_sample_from(tmp_path: Path):
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path):
-    one_rank()
     engine = trained_engine(tiny_model_dir(tmp_path / "model"), **LORA)
     run_dir = run_with_checkpoint(tmp_path, engine)
     run_dir.write_config(Config())
@@ -202,7 +159,6 @@ def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path):
 
 
 def test_a_folder_of_other_files_is_not_overwritten(tmp_path: Path):
-    one_rank()
     run_dir = run_with_checkpoint(tmp_path, trained_engine(tiny_model_dir(tmp_path / "model")))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years")
