@@ -57,6 +57,22 @@ def test_a_state_saved_before_the_first_step_loads(tmp_path: Path):
     assert train(loaded, 0) == train(engine_of(model_dir), 0)
 
 
+def test_what_is_written_is_what_was_there_when_the_save_began(tmp_path: Path):
+    one_rank()
+    model_dir = tiny_model_dir(tmp_path / "model")
+    engine, loaded = engine_of(model_dir), engine_of(model_dir)
+    train(engine, 0)
+    before = {name: tensor.clone() for name, tensor in engine.named_tensors()}
+    saving = engine.save(tmp_path / "state")
+    for parameter, moments in engine.optimizer.state.items():
+        for tensor in (parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]):
+            tensor.zero_()
+    saving.wait()
+    loaded.load(tmp_path / "state")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.named_tensors())
+    assert all(moments["exp_avg"].abs().sum() > 0 for moments in loaded.optimizer.state.values())
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "message"),
     [
