@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import torch
+from export_support import run_with_checkpoint, trained_engine
 from transformers import AutoModelForCausalLM
 
 from asyncrl.config import Config
@@ -14,6 +15,7 @@ from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.generators.engine import SampleRequest
 from asyncrl.generators.vllm_engine import VllmEngine
 from asyncrl.launch.model_builders import build_tiny
+from asyncrl.learner.export import export_checkpoint
 from asyncrl.sync.checksums import verify_checksums
 from asyncrl.sync.snapshots import new_manifest
 from asyncrl.sync.transports import new_transport
@@ -22,14 +24,20 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Rig:
-    """A real engine, and the models of every version it has been given. Version 0 is the model folder itself."""
+    """A real engine, and the models of every version it has been given.
 
-    def __init__(self, folder, *, tied=False, **options):
+    Before the first update, as version -1, and as version 0 they are the model folder itself: the export of a model that was trained for
+    two steps; ``base_dir`` is the one before them.
+    """
+
+    def __init__(self, folder, *, tied=False, learner=None, **options):
         generator = {"temperature": 1.0, "max_num_seqs": 32, "kv_cache_mib": 64, **options.pop("generator", {})}
         self.config = Config.model_validate({"generator": generator, "model": {"tied": tied}, **options})
         self.tied = tied
-        self.model_dir = folder / "model"
-        build_tiny(self.model_dir, dtype="float32", tied=tied, seed=0)
+        self.base_dir = folder / "base"
+        build_tiny(self.base_dir, dtype="float32", tied=tied, seed=0)
+        run_dir = run_with_checkpoint(folder, trained_engine(str(self.base_dir), **(learner or {})))
+        self.model_dir = export_checkpoint(run_dir, run_dir.export)
         self.facts = RunFacts(
             run_id=f"rig{time.time_ns()}",
             incarnation=0,
@@ -41,7 +49,7 @@ class Rig:
             learner_device="cpu",
         )
         self.transport = new_transport("shm", self.facts, RunDir(folder))
-        self.models = {0: AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32)}
+        self.models = dict.fromkeys((-1, 0), AutoModelForCausalLM.from_pretrained(self.model_dir, dtype=torch.float32))
         self.loop = asyncio.new_event_loop()
         self.engine = VllmEngine(self.config, str(self.model_dir))
         self.loop.run_until_complete(self.engine.start())

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config.layout import LORA_TENSOR, MOE_TENSOR, SHARDS_TENSOR, TENSOR_SEQUENCE
 from asyncrl.config.refusals import CONTEXT_PARALLEL, EXPERT_PARALLEL, PIPELINE_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU
-from asyncrl.learner.adapters import ADAPTED, adapters_off, add_adapters, base_name, is_adapter, low_rank_of, merged
+from asyncrl.learner.adapters import adapters_off, add_adapters, scale_of
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
 from asyncrl.learner.capabilities import Capabilities
 from asyncrl.learner.engine import Engine, EngineSpec, Saving, StepAbandoned
@@ -27,7 +27,7 @@ from asyncrl.learner.exactness import check_exact, probe_of
 from asyncrl.learner.fsdp2_shard import shard
 from asyncrl.learner.fsdp2_state import EngineState, load_state, save_state
 from asyncrl.learner.hf_model import layers_of, load_model, load_value_model, refuse_router_loss, refuse_windows, ties_of
-from asyncrl.learner.hf_names import FileNames
+from asyncrl.learner.hf_names import FileNames, file_tensors
 from asyncrl.learner.meshes import meshes_of
 from asyncrl.learner.optimizer import clip_gradients, learning_rate, local, new_optimizer
 from asyncrl.learner.packed import PackedModel
@@ -286,17 +286,8 @@ class FSDP2Base(Engine):
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See :class:`Engine`; adapters are merged into what they adapt."""
-        settings = self.spec.learner
         parameters = dict(self.packed.model.named_parameters())
-        for name, parameter in parameters.items():
-            if is_adapter(name):
-                continue
-            full = self._full(parameter)
-            if name.endswith(ADAPTED):
-                pair = {part: self._full(parameters[part]) for part in low_rank_of(name)}
-                full = merged(name, full, pair, settings.lora_alpha / settings.lora_rank)
-            for file_name, tensor in self._files.of(base_name(name), full.to(self.dtype)):
-                yield file_name, tensor.contiguous()
+        yield from file_tensors(parameters, self._files, scale=scale_of(self.spec.learner), dtype=self.dtype, whole=self._full)
 
     def _full(self, parameter: torch.Tensor) -> torch.Tensor:
         moved: Any = parameter.detach().to(self.device)  # collectives run where the model computes

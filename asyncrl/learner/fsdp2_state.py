@@ -23,7 +23,10 @@ from torch.distributed.tensor import DTensor
 from asyncrl.errors import DataError
 from asyncrl.learner.adapters import is_adapter
 
-__all__ = ["EngineState", "load_state", "save_state", "weight_key"]
+__all__ = ["WEIGHTS", "EngineState", "check_fits", "load_state", "save_state", "trained_parameters", "weight_key"]
+
+WEIGHTS = ("model.", "adapter.")  # how keys of weights begin, which are all that an export reads
+_RNG = ("rng.", "rng_cuda.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +75,16 @@ def load_state(state: EngineState, folder: Path) -> int:
     """Reads model, optimizer and RNG in place; returns the optimizer steps they contain. Collective.
 
     Raises:
-        DataError: adapters of another rank or of none, or another model: names what is missing.
+        DataError: adapters of another rank or of none, or another model; see :func:`check_fits`. Nothing is read then.
     """
     tensors = _tensors(state)
     known = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    _check_names(tensors, known, folder)
+    check_fits(tensors, {key: entry for key, entry in known.items() if not key.startswith(_RNG)}, folder)
     ranks = sum(1 for key in known if key.startswith("rng."))
     rng = _rng() if ranks == dist.get_world_size() else {}
     rng = {key: value for key, value in rng.items() if key in known}
     load(tensors | rng, checkpoint_id=str(folder), process_group=state.group)
-    for name, parameter in _trained(state.model):
+    for name, parameter in trained_parameters(state.model):
         state.optimizer.state[parameter] = {
             "step": tensors[f"adam_step.{name}"],
             "exp_avg": tensors[f"exp_avg.{name}"],
@@ -97,23 +100,36 @@ def weight_key(name: str) -> str:
     return f"adapter.{name}" if is_adapter(name) else f"model.{name}"
 
 
-def _check_names(tensors: Mapping[str, Any], known: Mapping[str, Any], folder: Path) -> None:
-    missing = sorted(key for key in tensors if key not in known)
+def check_fits(tensors: Mapping[str, torch.Tensor], known: Mapping[str, Any], folder: Path) -> None:
+    """Compares what is to be read with what a checkpoint holds, by key; ``known`` is its metadata.
+
+    torch itself reads what two models share in silence, and of a shape that differs it does not say whose.
+
+    Raises:
+        DataError: a tensor is missing, is one too many, or has another shape; names the first.
+    """
+    remedy = "use the model and the learner.lora_rank that wrote it"
+    missing, others = sorted(tensors.keys() - known.keys()), sorted(known.keys() - tensors.keys())
     if missing:
         raise DataError(
-            f"{folder} holds all that this model trains; it lacks {len(missing)} of {len(tensors)} tensors, {missing[0]} first: "
-            f"resume with the model and the learner.lora_rank that wrote it"
+            f"{folder} holds all that this model trains; it lacks {len(missing)} of {len(tensors)} tensors, {missing[0]} first: {remedy}"
         )
+    if others:
+        raise DataError(f"{folder} holds nothing but what this model trains; met {len(others)} others, {others[0]} first: {remedy}")
+    for key, tensor in tensors.items():
+        kept = tuple(getattr(known[key], "size", ()))
+        if kept != tuple(tensor.shape):
+            raise DataError(f"{key} has the shape {tuple(tensor.shape)} in this model; met {kept} in {folder}: {remedy}")
 
 
-def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    # what stays as it was is in the model's own folder
+def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """What a checkpoint keeps of a model; what stays as it was is in the model's own folder."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 def _tensors(state: EngineState) -> dict[str, Any]:
     tensors: dict[str, Any] = {"optimizer_steps": torch.tensor(state.optimizer_steps)}
-    for name, parameter in _trained(state.model):
+    for name, parameter in trained_parameters(state.model):
         moments = state.optimizer.state.get(parameter) or _fresh_moments(parameter)
         tensors[weight_key(name)] = parameter.detach()
         tensors[f"exp_avg.{name}"] = moments["exp_avg"]

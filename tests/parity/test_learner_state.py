@@ -1,35 +1,27 @@
-"""What an engine saves comes back: next steps, other layouts, and the Hugging Face export."""
+"""What an engine saves comes back on as many ranks, and nowhere else than where it fits."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from learner_support import batch_of, one_rank, random_groups, rows_of, run_ranks, settings, spec, tiny_model_dir
+from learner_support import batch_of, one_rank, random_groups, rows_of, settings, spec, tiny_model_dir
 
-from asyncrl.config import Config
-from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import DataError
-from asyncrl.learner.checkpoint import CheckpointWriter, Manifest
-from asyncrl.learner.control import Control
-from asyncrl.learner.export import export_checkpoint
 from asyncrl.learner.fsdp2 import FSDP2Engine
 from asyncrl.learner.objective import PolicyObjective
-from asyncrl.queue.messages import Frontier
 
 
-def engine_of(model_dir: str) -> FSDP2Engine:
-    engine = FSDP2Engine(spec(model_dir, weight_decay=0.01, warmup_steps=4))
+def engine_of(model_dir: str, **learner: int) -> FSDP2Engine:
+    engine = FSDP2Engine(spec(model_dir, weight_decay=0.01, warmup_steps=4, **learner))
     engine.initialize()
     return engine
 
 
-def train(engine: FSDP2Engine, seed: int, rank: int = 0, world: int = 1) -> tuple[float, float]:
-    rows = rows_of(random_groups(4, 4, seed=seed))
-    mine = tuple(row for row in rows if row.trajectory.ticket % world == rank)
-    batch, objective = batch_of(mine, rows), PolicyObjective(settings(), "behavior")
+def train(engine: FSDP2Engine, seed: int) -> tuple[float, float]:
+    batch, objective = batch_of(rows_of(random_groups(4, 4, seed=seed))), PolicyObjective(settings(), "behavior")
     output = engine.train_batch(
         batch, objective, should_stop=lambda: False, rescale=lambda sums: objective.rescale(sums, batch.denominators)
     )
@@ -65,107 +57,47 @@ def test_a_state_saved_before_the_first_step_loads(tmp_path: Path):
     assert train(loaded, 0) == train(engine_of(model_dir), 0)
 
 
-def _save_on_two(rank: int, world: int, model_dir: str, state: str, out: str) -> None:
-    engine = engine_of(model_dir)
-    for seed in range(2):
-        train(engine, seed, rank, world)
-    saving = engine.save(Path(state))
-    continued = [train(engine, seed, rank, world) for seed in range(2, 5)]
-    saving.wait()
-    if rank == 0:
-        np.save(out, np.array(continued))
-
-
-@pytest.mark.real
-def test_what_two_ranks_saved_one_rank_continues(tmp_path: Path):
-    model_dir = tiny_model_dir(tmp_path / "model")
-    run_ranks(2, _save_on_two, model_dir, str(tmp_path / "state"), str(tmp_path / "out.npy"))
-    one_rank()
-    engine = engine_of(model_dir)
-    engine.load(tmp_path / "state")
-    np.testing.assert_allclose([train(engine, seed) for seed in range(2, 5)], np.load(tmp_path / "out.npy"), rtol=1e-4, atol=1e-6)
-
-
-def run_with_checkpoint(tmp_path: Path, model_dir: str, engine: FSDP2Engine, dtype: str = "float32") -> RunDir:
-    run_dir = RunDir(tmp_path / "run")
-    run_dir.path.mkdir()
-    run_dir.write_config(Config())
-    facts = RunFacts(
-        run_id="r",
-        incarnation=0,
-        queue_endpoints=(),
-        sync_endpoint="",
-        rendezvous="",
-        model_dir=model_dir,
-        generator_device="cpu",
-        learner_device="cpu",
-    )
-    run_dir.write_facts(facts)
-    frontier = Frontier(steps=2, low=8, settled_above=(), trained=8, dropped={})
-    manifest = Manifest(run_id="r", step=2, incarnation=0, frontier=frontier, engine="fsdp2", world_size=1, dtype=dtype, versions={})
-    writer = CheckpointWriter(engine, Control(0, 1, 1.0), run_dir, 2)
-    writer.begin(manifest)
-    writer.finish(wait=True)
-    return run_dir
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_export_loads_in_transformers_with_equal_logits(tmp_path: Path, tied: bool, monkeypatch: pytest.MonkeyPatch):
-    from safetensors import safe_open
-    from transformers import AutoModelForCausalLM
-
-    one_rank()
-    model_dir = tiny_model_dir(tmp_path / "model", tied=tied)
-    (Path(model_dir) / "tokenizer_config.json").write_text("{}")
-    engine = engine_of(model_dir)
-    for seed in range(2):
-        train(engine, seed)
-    run_dir = run_with_checkpoint(tmp_path, model_dir, engine)
-    out = export_checkpoint(run_dir, run_dir.export)
-    assert (out / "tokenizer_config.json").read_text() == "{}"
-    exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    ids = torch.arange(12)[None]
-    trained = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    untrained_logits = trained(input_ids=ids).logits
-    missing = trained.load_state_dict(dict(engine.named_tensors()), strict=False).missing_keys
-    assert missing == list(engine.ties())
-    assert torch.equal(exported(input_ids=ids).logits, trained(input_ids=ids).logits)
-    assert not torch.equal(exported(input_ids=ids).logits, untrained_logits)
-    with safe_open(out / "model.safetensors", "pt") as file:
-        assert ("lm_head.weight" in file.keys()) is not tied  # noqa: SIM118 - not a mapping
-    monkeypatch.setattr("asyncrl.learner.export.SHARD_BYTES", 30_000)
-    export_checkpoint(run_dir, run_dir.export)
-    assert len(list(out.glob("model-*.safetensors"))) > 2
-    again = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert torch.equal(exported(input_ids=ids).logits, again(input_ids=ids).logits)
-
-
-def test_a_bfloat16_run_exports_what_its_generators_sample_from(tmp_path: Path):
-    from transformers import AutoModelForCausalLM
-
+def test_what_is_written_is_what_was_there_when_the_save_began(tmp_path: Path):
     one_rank()
     model_dir = tiny_model_dir(tmp_path / "model")
-    engine = FSDP2Engine(spec(model_dir, dtype="bfloat16"))
-    engine.initialize()
+    engine, loaded = engine_of(model_dir), engine_of(model_dir)
     train(engine, 0)
-    run_dir = run_with_checkpoint(tmp_path, model_dir, engine, dtype="bfloat16")
-    exported = dict(AutoModelForCausalLM.from_pretrained(export_checkpoint(run_dir, tmp_path / "out")).named_parameters())
-    for name, tensor in engine.named_tensors():
-        assert exported[name].dtype == torch.bfloat16
-        assert torch.equal(exported[name], tensor)
+    before = {name: tensor.clone() for name, tensor in engine.named_tensors()}
+    saving = engine.save(tmp_path / "state")
+    for parameter, moments in engine.optimizer.state.items():
+        for tensor in (parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]):
+            tensor.zero_()
+    saving.wait()
+    loaded.load(tmp_path / "state")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.named_tensors())
+    assert all(moments["exp_avg"].abs().sum() > 0 for moments in loaded.optimizer.state.values())
 
 
-def test_a_run_without_a_checkpoint_has_nothing_to_export(tmp_path: Path):
-    with pytest.raises(DataError, match="no whole checkpoint"):
-        export_checkpoint(RunDir(tmp_path), tmp_path / "out")
-
-
-def test_a_folder_of_other_files_is_not_overwritten(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        ({"lora_rank": 4}, {"lora_rank": 8}, r"lora_A.default.weight has the shape \(8, 64\) in this model; met \(4, 64\) in .*lora_rank"),
+        ({"lora_rank": 4}, {}, r"lacks \d+ of \d+ tensors, adam_step.lm_head.weight first"),
+        ({}, {"lora_rank": 4}, r"lacks \d+ of \d+ tensors, adam_step.model.layers.0.mlp.down_proj.lora_A.default.weight first"),
+    ],
+    ids=["adapters of another rank", "adapters into none", "no adapters into some"],
+)
+def test_a_state_of_other_adapters_is_refused(tmp_path: Path, saved: dict[str, int], loaded: dict[str, int], message: str):
     one_rank()
     model_dir = tiny_model_dir(tmp_path / "model")
-    run_dir = run_with_checkpoint(tmp_path, model_dir, engine_of(model_dir))
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years")
-    with pytest.raises(DataError, match="holds other files"):
-        export_checkpoint(run_dir, tmp_path / "mine")
-    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years"
+    engine_of(model_dir, **saved).save(tmp_path / "state").wait()
+    engine = engine_of(model_dir, **loaded)
+    before = {name: tensor.clone() for name, tensor in engine.named_tensors()}
+    with pytest.raises(DataError, match=message):
+        engine.load(tmp_path / "state")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.named_tensors())
+
+
+def test_a_state_with_more_layers_than_the_model_is_refused(tmp_path: Path):
+    one_rank()
+    model_dir = tiny_model_dir(tmp_path / "model")
+    engine_of(model_dir).save(tmp_path / "state").wait()
+    config = json.loads((Path(model_dir) / "config.json").read_text())
+    (Path(model_dir) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
+    with pytest.raises(DataError, match=r"met \d+ others, adam_step.model.layers.1.\S+ first: use the model"):
+        engine_of(model_dir).load(tmp_path / "state")

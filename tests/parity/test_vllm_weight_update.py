@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 vllm = pytest.importorskip("vllm")
 
+from export_support import LORA  # noqa: E402
 from vllm_support import Rig  # noqa: E402
 
 from asyncrl.generators.vllm_cut import CutSpans  # noqa: E402
@@ -18,9 +21,9 @@ pytestmark = pytest.mark.real
 TOLERANCE = 1e-4
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied, adapters"])
 def rig(request, tmp_path_factory):
-    rig = Rig(tmp_path_factory.mktemp("vllm"), tied=request.param)
+    rig = Rig(tmp_path_factory.mktemp("vllm"), tied=request.param, learner=LORA if request.param else None)
     yield rig
     rig.close()
 
@@ -39,6 +42,16 @@ async def sample_through(rig, versions, *, number=24, temperature=1.0):
         tasks += [asyncio.create_task(rig.engine.sample(r)) for r in rig.requests(6, temperature=temperature, tag="late")]
         await updating
     return await asyncio.gather(*tasks)
+
+
+def test_an_export_is_sampled_with_the_log_probs_that_transformers_gives_it(rig):
+    assert rig.engine.version == -1, "before the first update"
+    results = rig.run(sample_through(rig, [], number=8))
+    assert max(rig.worst_error(result) for result in results) < TOLERANCE
+    exported = rig.models[-1]
+    rig.models[-1] = AutoModelForCausalLM.from_pretrained(rig.base_dir, dtype=torch.float32)
+    assert max(rig.worst_error(result) for result in results) > 0.05, "training shows"
+    rig.models[-1] = exported
 
 
 def test_three_updates_in_a_row_land_in_mid_generation_and_each_segment_matches_its_version(rig):

@@ -16,6 +16,7 @@ from engines.checks import check_change, check_layout, check_scores, check_steps
 from engines.models import write_model
 from engines.ranks import RankPool
 from engines.reference import plain_run
+from engines.resharding import Hop, hop
 from engines.results import RankRun, Run
 from engines.target import Target
 from engines.work import OPTIONS, Fault, Order, work
@@ -107,6 +108,12 @@ class Suite:
             name = f"{cell}, {optimizer}, shared_prompt={shared_prompt}, fault={fault}"
             self._runs[key] = self._pool.run(name, cell.ranks, work, order)
         return self._runs[key]
+
+    def hop(self, cell: Cell, *, start: Path | None, step: int, end: Path) -> list[list[tuple[float, float]]]:
+        """What each rank of a cell trained from one checkpoint on, past another; see :func:`engines.resharding.hop`."""
+        order = Order(cell=cell, target=self.target, model_dir=self._model(cell.model), shared_prompt=True, optimizer="adamw")
+        work = Hop(order=order, start=None if start is None else str(start), step=step, end=str(end))
+        return self._pool.run(f"{cell} from step {step} of {start}", cell.ranks, hop, work)
 
     def plain_run(self, cell: Cell, optimizer: str, *, adapters: Mapping[str, np.ndarray] | None = None) -> Run:
         """The plain process on the cell's model, with the options that change what is computed."""

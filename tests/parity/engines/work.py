@@ -21,7 +21,7 @@ from engines.recorder import PolicyRecorder, Recorder, ValueRecorder
 from engines.results import RankRun, TokenKey
 from engines.target import Target
 
-__all__ = ["OPTIONS", "Fault", "Order", "work"]
+__all__ = ["OPTIONS", "Fault", "Order", "engine_of", "train_more", "work"]
 
 OPTIONS: dict[str, dict[str, Any]] = {
     # an epsilon that keeps a gradient of rounding size from becoming a full step
@@ -57,7 +57,7 @@ class Order:
 
 def work(order: Order) -> RankRun:
     """Runs an order on this rank; the process group is open."""
-    adapter, engine = ADAPTERS[order.cell.backend], _engine(order)
+    adapter, engine = ADAPTERS[order.cell.backend], engine_of(order)
     if order.optimizer == "sgd":
         adapter.use_sgd(engine)
     _plant(order, engine)
@@ -100,7 +100,14 @@ def _train_nothing(order: Order, engine: Engine) -> None:
     assert not output.stepped
 
 
-def _engine(order: Order) -> Engine:
+def train_more(order: Order, engine: Engine, numbers: range) -> list[tuple[float, float]]:
+    """(Loss, gradient norm) of the steps with these numbers; after the third the rows come round again."""
+    trained = (_train(order, engine, number % STEPS)[1] for number in numbers)
+    return [(_loss(order, output), output.grad_norm) for output in trained]
+
+
+def engine_of(order: Order) -> Engine:
+    """The cell's engine, ready to train; the process group is open."""
     cell, target = order.cell, order.target
     options = {
         "engine": cell.backend,

@@ -1,0 +1,54 @@
+"""Chains of layouts, each of which starts from what the one before saved: a rank's part of one link, and the chains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engines.cells import CELLS, Cell
+from engines.work import Order, engine_of, train_more
+
+__all__ = ["AFTER", "BEFORE", "CHAINS", "Hop", "chain", "hop"]
+
+BEFORE, AFTER = 2, 3
+"""Steps that a layout trains before it saves and after; the next one repeats the latter from the checkpoint."""
+
+CHAINS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "every layout": ("qwen3", ("one rank", "DP2", "DP4", "HSDP 2×2", "SP2", "TP2", "TP2×DP2", "offload", "one rank")),
+    "tied": ("qwen3 tied", ("DP2", "TP2×DP2", "SP2")),
+    "LoRA": ("qwen3", ("LoRA, DP2", "LoRA, SP2")),
+    "value head": ("qwen3 value", ("value head, DP2", "value head, TP2")),
+    "MoE": ("qwen3 moe", ("MoE, DP2", "MoE, SP2")),
+}
+"""By what is special: the model of all cells of a chain, and their names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hop:
+    """``start``: the checkpoint to start from, which holds ``step`` steps, or None for the model's folder; ``end``: where to save."""
+
+    order: Order
+    start: str | None
+    step: int
+    end: str
+
+
+def hop(work: Hop) -> list[tuple[float, float]]:
+    """Loads, trains :data:`BEFORE` steps, saves, and trains :data:`AFTER` more while it is written; (loss, norm) of each step."""
+    engine, saved = engine_of(work.order), work.step + BEFORE
+    if work.start is not None:
+        engine.load(Path(work.start))
+    before = train_more(work.order, engine, range(work.step, saved))
+    saving = engine.save(Path(work.end))
+    after = train_more(work.order, engine, range(saved, saved + AFTER))
+    saving.wait()
+    return before + after
+
+
+def chain(name: str, most_ranks: int) -> list[Cell]:
+    """The cells of a chain for which there are ranks enough, warming up for longer than the chain trains."""
+    model, names = CHAINS[name]
+    by_name = {cell.name: cell for cell in CELLS if cell.backend == "fsdp2"}
+    cells = [replace(by_name[cell], model=model, learner={**by_name[cell].learner, "warmup_steps": 30}) for cell in names]
+    return [cell for cell in cells if cell.ranks <= most_ranks]
