@@ -16,7 +16,7 @@ BEFORE, AFTER = 2, 3
 
 CHAINS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "every layout": ("qwen3", ("one rank", "DP2", "DP4", "HSDP 2×2", "SP2", "TP2", "TP2×DP2", "offload", "one rank")),
-    "tied": ("qwen3 tied", ("DP2", "TP2×DP2", "SP2")),
+    "tied": ("qwen3 tied", ("DP2", "TP2")),
     "LoRA": ("qwen3", ("LoRA, DP2", "LoRA, SP2")),
     "value head": ("qwen3 value", ("value head, DP2", "value head, TP2")),
     "MoE": ("qwen3 moe", ("MoE, DP2", "MoE, SP2")),
