@@ -28,7 +28,7 @@ from asyncrl.learner.hf_names import FileNames, file_tensors
 from asyncrl.learner.meshes import meshes_of
 from asyncrl.learner.optimizer import clip_gradients, learning_rate, local, new_optimizer
 from asyncrl.learner.packed import PackedModel
-from asyncrl.learner.packing import filler, pack, scatter
+from asyncrl.learner.packing import filler, pack, scatter, widened
 from asyncrl.learner.tensor_parallel import use_tensor_parallel
 from asyncrl.learner.ulysses import use_ulysses
 
@@ -135,7 +135,8 @@ class FSDP2Base(Engine):
         settings = self.spec.learner
         micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt, quadratic=batch.quadratic)
         packed_tokens = sum(len(micro) for micro in micros)
-        micros += [self._filler()] * (self._agree_max(len(micros)) - len(micros))
+        micros += [filler()] * (self._agree_max(len(micros)) - len(micros))
+        micros = [widened(micro, self.meshes.replica_ranks) for micro in micros]
         out_N = tuple(np.zeros(len(row.trajectory), dtype=np.float32) for row in batch.rows_N)
         sums: torch.Tensor | None = None
         for k, micro in enumerate(micros):
@@ -158,10 +159,6 @@ class FSDP2Base(Engine):
             predictions_N=out_N if forward_only else (),
             packed_tokens=packed_tokens,
         )
-
-    def _filler(self) -> MicroBatch:
-        replica = self.meshes.replica
-        return filler(2 if replica is None else max(2, replica.size()))
 
     def _forward_backward(self, micro: MicroBatch, loss: LossFunction, batch: Batch, *, last: bool) -> torch.Tensor:
         """Sums of the loss, and as the last one this rank's part of the router's."""
@@ -188,7 +185,7 @@ class FSDP2Base(Engine):
         if begun:
             # gradients of earlier micro-batches are still held unsharded: a last pass of weight zero brings them where they can be dropped
             assert loss is not None
-            self._forward_backward(self._filler().to(self.device), loss, batch, last=True)
+            self._forward_backward(widened(filler(), self.meshes.replica_ranks).to(self.device), loss, batch, last=True)
             self.optimizer_zero_grad()
         raise StepAbandoned
 

@@ -47,6 +47,11 @@ class Meshes:
         return self.layers.size(-1) > 1
 
     @property
+    def replica_ranks(self) -> int:
+        """Ranks of one replica."""
+        return 1 if self.replica is None else self.replica.size()
+
+    @property
     def is_source(self) -> bool:
         """Whether this rank is the first of its replica."""
         return self.replica is None or self.replica.get_local_rank() == 0

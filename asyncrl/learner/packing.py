@@ -11,7 +11,7 @@ Index i of every jagged array is token i of its trajectory: the hidden state bef
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from asyncrl.errors import DataError
 from asyncrl.learner.batch import MicroBatch, Row
 from asyncrl.learner.cost import work_of
 
-__all__ = ["Part", "attention_mask", "filler", "pack", "pack_parts", "parts_of", "scatter"]
+__all__ = ["Part", "attention_mask", "filler", "pack", "pack_parts", "parts_of", "scatter", "widened"]
 
 
 _WHOLE = ("segments", "parents", "sources", "targets", "rows", "columns", "row_segments", "row_parents")
@@ -85,13 +85,13 @@ def pack_parts(parts: Sequence[Part], cap_tokens: int) -> list[list[Part]]:
     return [sorted(chosen, key=lambda p: p.rows) for chosen in bins]
 
 
-def filler(size_tokens: int = 2) -> MicroBatch:
-    """A micro-batch of weight zero: a few tokens, one target, mask 0.0. It keeps ranks with fewer rows in step."""
-    zeros, zero = torch.zeros(1, size_tokens, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+def filler() -> MicroBatch:
+    """A micro-batch of weight zero: two tokens, one target, mask 0.0. It keeps ranks with fewer rows in step."""
+    zeros, zero = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     none, nobody = torch.zeros(1), torch.zeros(0, dtype=torch.int64)
     return MicroBatch(
         input_ids=zeros,
-        position_ids=torch.arange(size_tokens)[None],
+        position_ids=torch.arange(2)[None],
         segments=zeros[0],
         parents=zeros[0],
         sources=zero,
@@ -107,6 +107,21 @@ def filler(size_tokens: int = 2) -> MicroBatch:
         row_segments=nobody,
         row_parents=nobody,
         row_indices=(),
+    )
+
+
+def widened(micro: MicroBatch, least_tokens: int) -> MicroBatch:
+    """The same with tokens that nobody sees behind it, up to ``least_tokens``: ranks that slice a pack want one token each."""
+    missing = least_tokens - len(micro)
+    if missing <= 0:
+        return micro
+    zeros, nobody = torch.zeros(missing, dtype=torch.int64), torch.full((missing,), int(micro.segments.max()) + 1)
+    return replace(
+        micro,
+        input_ids=torch.cat([micro.input_ids, zeros[None]], dim=1),
+        position_ids=torch.cat([micro.position_ids, torch.arange(missing)[None]], dim=1),
+        segments=torch.cat([micro.segments, nobody]),
+        parents=torch.cat([micro.parents, nobody]),
     )
 
 

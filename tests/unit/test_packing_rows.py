@@ -7,7 +7,7 @@ from learner_support import rows_of, trajectory
 
 from asyncrl.errors import DataError
 from asyncrl.learner.batch import Row
-from asyncrl.learner.packing import Part, attention_mask, filler, pack, pack_parts, parts_of, scatter
+from asyncrl.learner.packing import Part, attention_mask, filler, pack, pack_parts, parts_of, scatter, widened
 from asyncrl.trajectory import Trajectory, TrajectoryGroup
 
 
@@ -122,3 +122,13 @@ def test_the_same_rows_always_give_the_same_micro_batches():
     group = TrajectoryGroup(trajectories=tuple(trajectory([1, 2], [3] * (s + 1), sibling=s) for s in range(4)))
     first, second = (pack(rows_of([group]), cap_tokens=9, shared_prompt=True) for _ in range(2))
     assert [m.input_ids.tolist() for m in first] == [m.input_ids.tolist() for m in second]
+
+
+def test_a_pack_with_fewer_tokens_than_ranks_gets_tokens_that_see_and_are_seen_by_nobody_else():
+    (micro,) = pack(rows_of([TrajectoryGroup(trajectories=(trajectory([1], [2]),))]), cap_tokens=8, shared_prompt=True)
+    assert widened(micro, 2) is micro
+    wide = widened(micro, 4)
+    assert wide.input_ids.tolist() == [[1, 2, 0, 0]] and wide.position_ids.tolist() == [[0, 1, 0, 1]]
+    assert (wide.sources.tolist(), wide.targets.tolist()) == ([0], [2])
+    sees = attention_mask(wide, additive=None)[0, 0]
+    assert not sees[:2, 2:].any() and not sees[2:, :2].any() and sees[:2, :2].tolist() == [[True, False], [True, True]]
