@@ -19,11 +19,12 @@ from asyncrl.launch.models import prepare_model
 from asyncrl.launch.preflight import check_config, check_model, device_of
 
 FIXED = (
-    "recipe", "run_dir", "model", "learner.engine", "algorithm.groups_per_step", "queue.schedule", "queue.max_staleness",
+    "recipe", "run_dir", "model", "learner.engine", "learner.lora_rank", "learner.lora_alpha", "algorithm.groups_per_step",
+    "queue.schedule", "queue.max_staleness",
     *(f"task.{name}" for name in TaskConfig.model_fields if name not in ("reward_timeout_s", "eval_size")),
 )  # fmt: skip
 
-__all__ = ["check_same_prompts", "endpoints", "free_port", "model_cache", "prepare_resume", "prepare_run"]
+__all__ = ["check_same_run", "endpoints", "free_port", "model_cache", "prepare_resume", "prepare_run"]
 
 
 def prepare_run(config: Config) -> RunDir:
@@ -57,7 +58,7 @@ def prepare_resume(run_dir: RunDir, config: Config) -> RunDir:
     old = run_dir.read_facts()
     run_dir.lock()
     _check_not_alive(run_dir)
-    check_same_prompts(run_dir.read_config(), config)
+    check_same_run(run_dir.read_config(), config)
     check_config(config)
     checkpoint = run_dir.latest_checkpoint()
     model_dir = prepare_model(config.model, model_cache())
@@ -116,8 +117,8 @@ def free_port(host: str = "127.0.0.1") -> int:
         return int(probe.getsockname()[1])
 
 
-def check_same_prompts(old: Config, new: Config) -> None:
-    """A frontier counts tickets, and ticket n is prompt n: what decides that may not change in mid-run."""
+def check_same_run(old: Config, new: Config) -> None:
+    """What may not change in mid-run: ticket n of a frontier is prompt n, and adapters' weights count alpha / rank."""
     before, after = old.model_dump(), new.model_dump()
     changed = [name for name in FIXED if _value(before, name) != _value(after, name)]
     if changed:

@@ -79,9 +79,17 @@ def test_every_recipe_can_live_under_every_schedule(recipe, queue):
 
 
 def test_what_decides_the_prompts_cannot_change_in_a_resumed_run():
-    from asyncrl.launch.start import check_same_prompts
+    from asyncrl.launch.start import check_same_run
 
     old = compose(["recipe=tiny"])
-    check_same_prompts(old, compose(["recipe=tiny", "launch.steps=7", "learner.learning_rate=1e-4"]))
+    check_same_run(old, compose(["recipe=tiny", "launch.steps=7", "learner.learning_rate=1e-4"]))
     with pytest.raises(ConfigError, match=r"task\.seed, task\.shuffle cannot change"):
-        check_same_prompts(old, old.model_copy(update={"task": old.task.model_copy(update={"seed": 1, "shuffle": False})}))
+        check_same_run(old, old.model_copy(update={"task": old.task.model_copy(update={"seed": 1, "shuffle": False})}))
+
+
+def test_what_an_adapter_counts_cannot_change_in_a_resumed_run():
+    from asyncrl.launch.start import check_same_run
+
+    old = compose(["recipe=tiny", "learner.lora_rank=4"])
+    with pytest.raises(ConfigError, match=r"learner\.lora_alpha cannot change"):
+        check_same_run(old, compose(["recipe=tiny", "learner.lora_rank=4", "learner.lora_alpha=8"]))
