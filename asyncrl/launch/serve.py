@@ -29,7 +29,7 @@ from asyncrl.config.run_dir import RunDir, RunFacts
 from asyncrl.errors import ConfigError
 from asyncrl.launch.preflight import check_keys, check_ports
 from asyncrl.launch.reaper import die_with_parent
-from asyncrl.launch.start import check_same_prompts, endpoints
+from asyncrl.launch.start import check_same_run, endpoints
 from asyncrl.queue.settings import check_liveness
 from asyncrl.tasks import new_source
 
@@ -74,7 +74,7 @@ def prepare_serve(path: Path, overrides: Sequence[str], checkpoint: Path | None 
         config = compose([*overrides, f"run_dir={run_dir.path}"])
     else:
         config = override(run_dir.read_config(), overrides)
-        check_same_prompts(run_dir.read_config(), config)
+        check_same_run(run_dir.read_config(), config)
         _check_same_shards(run_dir, config)
     check_liveness(config)
     check_ports(config)
