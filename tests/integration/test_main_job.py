@@ -96,39 +96,12 @@ def test_export_and_eval_of_the_trained_run(tiny, tmp_path):
     assert words[words.index("prompts") + 1] == "64" and float(words[words.index("mean_reward") + 1]) > 0.9
 
 
-@pytest.fixture(scope="module")
-def beside_each_other(tiny, tmp_path_factory):
-    """Two runs of which none is timed: a control with permuted answers, for as many steps, and four steps over hostile rows."""
-    folder, steps = tmp_path_factory.mktemp("beside"), len(metrics(tiny[0]))
-    control, hostile = folder / "control", folder / "hostile"
-    rows = folder / "rows.jsonl"
-    known = (Path(__file__).parent.parent / "data" / "hostile.jsonl").read_bytes()
-    rows.write_bytes(known + b"".join(b'{"prompt": "%d>", "label": "%d"}\n' % (n, n) for n in range(1000, 1016)))
-    drivers = [
-        start_run(control, "recipe=tiny", "task.permute_answers=true", f"launch.steps={steps}", "launch.export=false", *QUIET),
-        start_run(
-            hostile, "recipe=tiny", "task.name=jsonl", f"task.path={rows}", "task.reward=positions", "algorithm.groups_per_step=8",
-            "launch.steps=4", "launch.target_reward=0", "launch.export=false", *QUIET,
-        ),
-    ]  # fmt: skip
-    for run_dir, driver in zip((control, hostile), drivers, strict=True):
-        assert driver.wait(600) == 0, console(run_dir)
-    return control, hostile
-
-
-def test_a_control_with_permuted_answers_learns_nothing_in_as_many_steps(tiny, beside_each_other):
-    found, steps = metrics(beside_each_other[0]), len(metrics(tiny[0]))
-    assert len(found) == steps
-    assert max(tail_mean(found[: i + 10]) for i in range(steps - 9)) < 0.6
-
-
-def test_hostile_rows_are_refused_or_handled_and_the_run_goes_on(beside_each_other):
-    run_dir = beside_each_other[1]
-    assert len(metrics(run_dir)) == 4
-    refused = [json.loads(line) for line in (run_dir / "bad_rows.jsonl").read_text().splitlines()]
-    assert len(refused) > 10 and all(row["reason"] and row["row"] >= 1 for row in refused)
-    found = summary(run_dir)
-    assert found["admitted"] == found["trained"] + sum(found["dropped"].values()) + found["in_flight"]
+def test_a_control_with_permuted_answers_learns_nothing_in_as_many_steps(tiny, tmp_path):
+    run_dir, steps = tmp_path / "run", len(metrics(tiny[0]))
+    driver = start_run(run_dir, "recipe=tiny", "task.permute_answers=true", f"launch.steps={steps}", "launch.export=false", *QUIET)
+    assert driver.wait(600) == 0, console(run_dir)
+    assert len(metrics(run_dir)) == steps
+    assert max(tail_mean(metrics(run_dir)[: i + 10]) for i in range(steps - 9)) < 0.6
 
 
 def assert_stops_in_order(run_dir, driver, number):
@@ -157,6 +130,23 @@ def test_ctrl_c_and_sigterm_stop_in_order_within_15_seconds_and_the_run_resumes(
     last = assert_stops_in_order(run_dir, again, signal.SIGTERM)
     assert [m["step"] for m in metrics(run_dir)] == list(range(1, last + 1))
     assert summary(run_dir)["incarnation"] == 1 and summary(run_dir)["trained"] == 32 * last
+
+
+def test_hostile_rows_are_refused_or_handled_and_the_run_goes_on(tmp_path):
+    hostile = Path(__file__).parent.parent / "data" / "hostile.jsonl"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(hostile.read_bytes() + b"".join(b'{"prompt": "%d>", "label": "%d"}\n' % (n, n) for n in range(1000, 1016)))
+    run_dir = tmp_path / "run"
+    driver = start_run(
+        run_dir, "recipe=tiny", "task.name=jsonl", f"task.path={rows}", "task.reward=positions", "algorithm.groups_per_step=8",
+        "launch.steps=4", "launch.target_reward=0", "launch.export=false", *QUIET,
+    )  # fmt: skip
+    assert driver.wait(200) == 0, console(run_dir)
+    assert len(metrics(run_dir)) == 4
+    refused = [json.loads(line) for line in (run_dir / "bad_rows.jsonl").read_text().splitlines()]
+    assert len(refused) > 10 and all(row["reason"] and row["row"] >= 1 for row in refused)
+    found = summary(run_dir)
+    assert found["admitted"] == found["trained"] + sum(found["dropped"].values()) + found["in_flight"]
 
 
 def test_what_is_wrong_is_said_before_anything_starts():
