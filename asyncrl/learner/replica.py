@@ -77,7 +77,7 @@ class Replica:
         try:
             found, damaged = fetch()
             streams = {ticket: encode_group_frames(group) for ticket, group in found.items()}
-        except Exception as error:
+        except Exception as error:  # whatever it was, the others of the replica wait for it; it is raised here all the same
             self._broadcast(msgspec.msgpack.encode(_Header(failure=f"{type(error).__name__}: {error}")))
             raise
         sizes = tuple((ticket, sum(memoryview(frame).nbytes for frame in frames)) for ticket, frames in streams.items())

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Slices", "cut", "join", "spread"]
+__all__ = ["Slices", "applied", "cut", "join", "spread"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,19 +92,22 @@ class _Spread(torch.autograd.Function):
         return gradients[0][places], None, None, None
 
 
+def applied(function: Any, *arguments: Any) -> torch.Tensor:
+    """The tensor that an autograd function gives; torch leaves ``apply`` without types."""
+    result: torch.Tensor = function.apply(*arguments)
+    return result
+
+
 def cut(whole: torch.Tensor, slices: Slices) -> torch.Tensor:
     """This rank's [n, H] of [L, H]; the gradients of all slices come back joined."""
-    result: torch.Tensor = _Cut.apply(whole, slices)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Cut, whole, slices)
 
 
 def join(own: torch.Tensor, slices: Slices) -> torch.Tensor:
     """[L, H] of every rank's [n, H]; of the gradient, equal on all ranks, each takes its own slice."""
-    result: torch.Tensor = _Join.apply(own, slices)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Join, own, slices)
 
 
 def spread(own: torch.Tensor, places: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
     """[K] on every rank, from each rank's values at its ``places``; the gradient, equal on all ranks, goes back to those places."""
-    result: torch.Tensor = _Spread.apply(own, places, size, group)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Spread, own, places, size, group)

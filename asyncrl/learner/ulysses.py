@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from asyncrl.errors import UnsupportedError
-from asyncrl.learner.slices import Slices
+from asyncrl.learner.slices import Slices, applied
 
 __all__ = ["ATTENTION", "use_ulysses"]
 
@@ -107,10 +107,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         out_sizes, in_sizes = ctx.sizes
-        return _Exchange.apply(gradients[0], in_sizes, out_sizes, ctx.group), None, None, None  # type: ignore[no-untyped-call]
+        return applied(_Exchange, gradients[0], in_sizes, out_sizes, ctx.group), None, None, None
 
 
 def _exchange(sent: torch.Tensor, out_sizes: list[int], in_sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Rows to every rank, ``out_sizes`` of them each, and ``in_sizes`` back from each."""
-    result: torch.Tensor = _Exchange.apply(sent, out_sizes, in_sizes, group)  # type: ignore[no-untyped-call]
-    return result
+    return applied(_Exchange, sent, out_sizes, in_sizes, group)
