@@ -59,6 +59,11 @@ RULES = (
     Rule("generator.kv_cache_mib", lambda c: c.generator.device == "cuda", "a CUDA replica uses generator.gpu_memory_utilization"),
     Rule("generator.gpu_memory_utilization", lambda c: c.generator.device == "cpu", "a CPU replica uses generator.kv_cache_mib"),
     Rule("generator.num_gpus", lambda c: c.generator.device == "cpu", "generator.device is cpu"),
+    Rule(
+        "learner.attention",
+        lambda c: c.learner.sequence_parallel > 1 and c.learner.attention != "sdpa",
+        "learner.sequence_parallel computes attention with sdpa",
+    ),
     Rule("learner.lora_alpha", lambda c: c.learner.lora_rank == 0, "learner.lora_rank=0 trains no adapters"),
     Rule("learner.offload", lambda c: c.learner.device == "cpu", "learner.device=cpu has everything in the host's memory"),
     Rule("learner.num_gpus", lambda c: c.learner.device == "cpu", "learner.device is cpu"),

@@ -41,13 +41,14 @@ def test_a_single_option_wins_over_all():
         ("queue.max_staleness=-1", "queue.max_staleness: .*greater than or equal to 0; met -1"),
         ("queue.max_staleness=abc", "valid integer"),
         ("algorithm.correction_cap=3", "no effect: algorithm.correction is off"),
+        ("learner.attention=eager learner.ranks=2 learner.sequence_parallel=2", "no effect: learner.sequence_parallel computes attention"),
         ("+queue.x=1", "name=value"),
         ("queue.window", "name=value"),
     ],
 )
 def test_a_wrong_override_is_answered_with_the_fix(override_text, said):
     with pytest.raises(ConfigError, match=said):
-        compose([override_text])
+        compose(override_text.split())
 
 
 def test_b02_truncated_sampling_is_a_config_error():
