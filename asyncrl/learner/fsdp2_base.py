@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,13 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.layout import Layout, check_layout, check_model_layout, check_router_loss
 from asyncrl.learner.adapters import adapters_off, add_adapters, scale_of
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
 from asyncrl.learner.engine import Engine, EngineSpec, Saving, StepAbandoned
 from asyncrl.learner.exactness import check_exact, probe_of
 from asyncrl.learner.fsdp2_shard import shard
 from asyncrl.learner.fsdp2_state import EngineState, load_state, save_state
-from asyncrl.learner.hf_model import layers_of, refuse_router_loss, refuse_windows, ties_of
+from asyncrl.learner.hf_model import layers_of, refuse_windows, ties_of
 from asyncrl.learner.hf_names import FileNames, file_tensors
 from asyncrl.learner.meshes import meshes_of
 from asyncrl.learner.optimizer import clip_gradients, learning_rate, local, new_optimizer
@@ -59,12 +61,16 @@ class FSDP2Base(Engine):
     def initialize(self) -> None:
         """Loads the model on every rank, proves packing exact on it, divides and shards it; proves it again where replicas share work."""
         settings = self.spec.learner
-        self.meshes = meshes_of(self.device.type, settings)
+        layout = replace(Layout.of(settings), ranks=dist.get_world_size())
+        check_layout(layout)
+        self.meshes = meshes_of(self.device.type, layout)
         self._checkpoint_group = dist.new_group(backend="gloo")  # a thread writes checkpoints while others compute
         self.packed = self._load().eval()
         model = self.packed.model
         refuse_windows(model.config, settings.micro_batch_tokens)
-        refuse_router_loss(model.config, settings.router_loss)
+        description = model.config.to_dict()
+        check_model_layout(layout, description)
+        check_router_loss(settings.router_loss, description)
         self._ties, self._files = ties_of(model), FileNames(model)
         probe = probe_of(self.packed)
         check_exact(self.packed, probe, torch.device("cpu"))

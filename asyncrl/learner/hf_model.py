@@ -8,7 +8,7 @@ import torch
 
 from asyncrl.errors import UnsupportedError
 
-__all__ = ["layers_of", "load_model", "load_value_model", "refuse_router_loss", "refuse_windows", "ties_of"]
+__all__ = ["layers_of", "load_model", "load_value_model", "refuse_windows", "ties_of"]
 
 _SEED = 0  # of a value head that a folder does not have: every rank starts from the same
 
@@ -52,13 +52,6 @@ def refuse_windows(config: Any, cap_tokens: int) -> None:
             f"attention reaches over learner.micro_batch_tokens = {cap_tokens} tokens; {config.model_type} slides over {window} "
             f"tokens: set learner.micro_batch_tokens to at most {window}"
         )
-
-
-def refuse_router_loss(config: Any, weight: float) -> None:
-    """Raises UnsupportedError where a router's loss is asked of a model without experts."""
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    if weight and not experts:
-        raise UnsupportedError(f"learner.router_loss is for a mixture of experts; met {weight} for {config.model_type}: set it to 0")
 
 
 def layers_of(model: Any) -> list[torch.nn.Module]:

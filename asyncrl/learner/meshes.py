@@ -19,8 +19,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from asyncrl.config import LearnerConfig
-from asyncrl.errors import UnsupportedError
+from asyncrl.config.layout import Layout
 
 __all__ = ["Meshes", "meshes_of"]
 
@@ -62,19 +61,10 @@ class Meshes:
         return None if self.replica is None else self.replica.get_group()
 
 
-def meshes_of(device_type: str, settings: LearnerConfig) -> Meshes:
-    """The layout that the options ask for, over all ranks of the process group; collective.
-
-    Raises:
-        UnsupportedError: the ranks cannot be divided so.
-    """
-    world, tensor, sequence = dist.get_world_size(), settings.tensor_parallel, settings.sequence_parallel
-    shards = settings.shard_ranks or world
-    if (tensor > 1) + (sequence > 1) + (shards < world) > 1 or world % (tensor * sequence) or world % shards:
-        raise UnsupportedError(
-            f"ranks divide by one of learner.tensor_parallel, learner.sequence_parallel and learner.shard_ranks; met {world} ranks with "
-            f"{tensor}, {sequence} and {settings.shard_ranks}"
-        )
+def meshes_of(device_type: str, layout: Layout) -> Meshes:
+    """The meshes of a layout that was checked, over all ranks of the process group; collective."""
+    world, tensor, sequence = layout.ranks, layout.tensor_parallel, layout.sequence_parallel
+    shards = layout.shard_ranks or world
     everyone = init_device_mesh(device_type, (world,), mesh_dim_names=("all",))
     if tensor > 1:
         grid = init_device_mesh(device_type, (world // tensor, tensor), mesh_dim_names=("replica", "tensor"))

@@ -34,21 +34,16 @@ _UNDERSTOOD = {
 
 
 def use_ulysses(model: Any, group: dist.ProcessGroup) -> None:
-    """Makes every attention module of a model compute over a group's slices.
+    """Makes every attention module of a model compute over the slices of a group, whose size divides the heads.
 
     Raises:
-        UnsupportedError: the model has no module that is named attention, or heads do not divide by ranks.
+        UnsupportedError: the model has no module that is named attention.
     """
     from transformers import AttentionInterface
 
-    ranks = dist.get_world_size(group)
     modules = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    heads, keys = model.config.num_attention_heads, getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
-    if not modules or heads % ranks or (keys % ranks and ranks % keys):
-        raise UnsupportedError(
-            f"learner.sequence_parallel = {ranks} divides the attention heads, and divides or is divided by the key heads; "
-            f"{type(model).__name__} has {len(modules)} attention modules, {heads} heads and {keys} key heads"
-        )
+    if not modules:
+        raise UnsupportedError(f"learner.sequence_parallel divides attention modules; {type(model).__name__} has none of that name")
     AttentionInterface.register(ATTENTION, _attention)
     for module in modules:
         setattr(module, _GROUP, group)
