@@ -25,7 +25,7 @@ from asyncrl.learner.batch import Batch, Row
 from asyncrl.learner.control import Control
 from asyncrl.learner.cost import Timing, analytic_ratio, fitted_ratio, work_of
 from asyncrl.learner.engine import Engine
-from asyncrl.trajectory import Trajectory, VersionSpan
+from asyncrl.learner.probe_rows import probe_row
 
 __all__ = ["measured_ratio", "pair_cost"]
 
@@ -94,26 +94,4 @@ def _work(rows: Sequence[Row]) -> tuple[int, int]:
 
 def _probe(length: int, number: int, vocab_size: int) -> list[Row]:
     ids = np.random.default_rng(length).integers(0, vocab_size, (number, length))
-    return [Row(trajectory=_trajectory(ids[k], k), advantage=0.0) for k in range(number)]
-
-
-def _trajectory(ids: np.ndarray, ticket: int) -> Trajectory:
-    sampled = np.arange(len(ids)) > 0
-    names: dict[str, Any] = dict.fromkeys(("attempt", "sibling", "sample", "seed", "incarnation"), 0)
-    return Trajectory.checked(
-        group_id=f"probe-{ticket}",
-        ticket=ticket,
-        prompt_id="probe",
-        input_ids=ids,
-        loss_mask=sampled,
-        behavior_logprobs=np.zeros(len(ids)),
-        version_spans=[VersionSpan(1, 0)],
-        reward=0.0,
-        finish_reason="length",
-        temperature=1.0,
-        generator="none",
-        engine="none",
-        dispatched_s=0.0,
-        finished_s=0.0,
-        **names,
-    )
+    return [probe_row(ids[k], 1, group_id=f"probe-{k}", ticket=k) for k in range(number)]

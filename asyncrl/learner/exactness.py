@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from asyncrl.errors import UnsupportedError
-from asyncrl.learner.batch import MicroBatch, Row
+from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.packing import pack
-from asyncrl.trajectory import Trajectory, VersionSpan
+from asyncrl.learner.probe_rows import probe_row
 
 __all__ = ["Probe", "check_exact", "probe_of"]
 
@@ -34,7 +34,7 @@ def probe_of(packed: PackedModel) -> Probe:
     """Two siblings behind a shared prompt and a stranger, packed, and what the model itself predicts of them one by one."""
     model, vocabulary = packed.model, packed.model.get_input_embeddings().weight.shape[0]
     probes = (("siblings", [1, 2, 3, 4, 5]), ("siblings", [1, 2, 3, 6, 4, 7]), ("stranger", [4, 3, 2, 1]))
-    rows = [_probe(group, i, [token % vocabulary for token in ids]) for i, (group, ids) in enumerate(probes)]
+    rows = [probe_row([token % vocabulary for token in ids], 3, group_id=group, sibling=i) for i, (group, ids) in enumerate(probes)]
     (micro,) = pack(rows, cap_tokens=64, shared_prompt=True)
     expected = torch.zeros(len(micro.targets))
     for number, row in enumerate(micro.row_indices):
@@ -59,29 +59,3 @@ def check_exact(packed: PackedModel, probe: Probe, device: torch.device) -> None
             f"packed, {type(packed.model).__name__} with attention {packed.attention!r} predicts what differs by {worst:.3g} from one "
             f"sequence alone (limit {limit}): its attention leaks or its head is more than a projection"
         )
-
-
-def _probe(group_id: str, sibling: int, ids: list[int]) -> Row:
-    mask = [index >= 3 for index in range(len(ids))]
-    trajectory = Trajectory.checked(
-        group_id=group_id,
-        ticket=0,
-        attempt=0,
-        sibling=sibling,
-        sample=0,
-        prompt_id="probe",
-        seed=0,
-        incarnation=0,
-        input_ids=ids,
-        loss_mask=mask,
-        behavior_logprobs=[0.0] * len(ids),
-        version_spans=[VersionSpan(3, 0)],
-        reward=0.0,
-        finish_reason="stop",
-        temperature=1.0,
-        generator="probe",
-        engine="probe",
-        dispatched_s=0.0,
-        finished_s=0.0,
-    )
-    return Row(trajectory=trajectory, advantage=0.0)
