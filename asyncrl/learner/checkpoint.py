@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.config.run_dir import RunDir, write_atomic
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, PeerTimeout
 from asyncrl.learner.control import Control
 from asyncrl.learner.engine import Engine, Saving
 from asyncrl.queue.messages import Frontier
@@ -26,6 +26,7 @@ from asyncrl.queue.messages import Frontier
 __all__ = ["CheckpointWriter", "Manifest", "checkpoint_folder", "package_versions", "prune", "read_manifest"]
 
 log = logging.getLogger(__name__)
+SAY_EVERY_S = 10.0
 _PACKAGES = ("asyncrl", "torch", "transformers")
 
 
@@ -84,13 +85,16 @@ class CheckpointWriter:
         """Makes what was begun a whole checkpoint, its manifest last, and removes all but the newest.
 
         Returns None where nothing was begun, or, unless ``wait``, while some rank still writes.
+
+        Raises:
+            PeerTimeout: it is not written as long after the wait began as ranks wait for each other.
         """
         if self._begun is None:
             return None
         manifest, saving, started_s = self._begun
         if not wait and self._control.any(not saving.done()):
             return None
-        saving.wait()
+        self._await(saving, manifest.step)
         self._begun = None
         folder = checkpoint_folder(self._run_dir, manifest.step)
         self._control.barrier()  # the manifest comes after the last shard
@@ -100,6 +104,16 @@ class CheckpointWriter:
         self._control.barrier()
         log.info("saved %s in %.2f s", folder.name, time.monotonic() - started_s)
         return folder
+
+    def _await(self, saving: Saving, step: int) -> None:
+        started_s = time.monotonic()
+        while not saving.wait(SAY_EVERY_S):
+            waited_s = time.monotonic() - started_s
+            if waited_s > self._control.timeout_s:
+                raise PeerTimeout(
+                    f"a checkpoint is written within launch.stall_timeout_s = {self._control.timeout_s:.0f} s; that of step {step} is not"
+                )
+            log.info("waiting %.0f s for the disk to take the checkpoint of step %d", waited_s, step)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -46,6 +46,7 @@ class Control:
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.timeout_s = timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
 
     def any(self, flag: bool) -> bool:

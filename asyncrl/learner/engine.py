@@ -31,8 +31,8 @@ class Saving(Protocol):
     def done(self) -> bool:
         """Whether this rank has nothing left to write."""
 
-    def wait(self) -> None:
-        """Returns when it is written, or raises why it is not."""
+    def wait(self, timeout_s: float) -> bool:
+        """True once it is written, False where it is not after ``timeout_s``; raises why it cannot be."""
 
 
 class StepAbandoned(Exception):

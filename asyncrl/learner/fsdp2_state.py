@@ -8,7 +8,7 @@ other layouts and numbers of ranks; RNG states only come back to as many ranks a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,12 @@ class _Saving:
         """See the protocol."""
         return self.future.done()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> bool:
         """See the protocol."""
+        if not wait([self.future], timeout=timeout_s).done:
+            return False
         self.future.result()
+        return True
 
 
 def save_state(state: EngineState, folder: Path, synced: bool) -> _Saving:

@@ -39,7 +39,7 @@ def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, tied: bool):
     torch.rand(3)
     state = torch.get_rng_state()
     expected = [train(first, seed) for seed in range(2, 5)]  # while the state is written
-    saving.wait()
+    assert saving.wait(60.0)
     second = engine_of(model_dir)
     second.load(tmp_path / "state")
     assert second.optimizer_steps == 2
@@ -51,7 +51,7 @@ def test_a_loaded_engine_continues_bit_for_bit(tmp_path: Path, tied: bool):
 def test_a_state_saved_before_the_first_step_loads(tmp_path: Path):
     one_rank()
     model_dir = tiny_model_dir(tmp_path / "model")
-    engine_of(model_dir).save(tmp_path / "state").wait()
+    engine_of(model_dir).save(tmp_path / "state").wait(60.0)
     loaded = engine_of(model_dir)
     loaded.load(tmp_path / "state")
     assert train(loaded, 0) == train(engine_of(model_dir), 0)
@@ -67,7 +67,7 @@ def test_what_is_written_is_what_was_there_when_the_save_began(tmp_path: Path):
     for parameter, moments in engine.optimizer.state.items():
         for tensor in (parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]):
             tensor.zero_()
-    saving.wait()
+    assert saving.wait(60.0)
     loaded.load(tmp_path / "state")
     assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.named_tensors())
     assert all(moments["exp_avg"].abs().sum() > 0 for moments in loaded.optimizer.state.values())
@@ -85,7 +85,7 @@ def test_what_is_written_is_what_was_there_when_the_save_began(tmp_path: Path):
 def test_a_state_of_other_adapters_is_refused(tmp_path: Path, saved: dict[str, int], loaded: dict[str, int], message: str):
     one_rank()
     model_dir = tiny_model_dir(tmp_path / "model")
-    engine_of(model_dir, **saved).save(tmp_path / "state").wait()
+    engine_of(model_dir, **saved).save(tmp_path / "state").wait(60.0)
     engine = engine_of(model_dir, **loaded)
     before = {name: tensor.clone() for name, tensor in engine.named_tensors()}
     with pytest.raises(DataError, match=message):
@@ -96,7 +96,7 @@ def test_a_state_of_other_adapters_is_refused(tmp_path: Path, saved: dict[str, i
 def test_a_state_with_more_layers_than_the_model_is_refused(tmp_path: Path):
     one_rank()
     model_dir = tiny_model_dir(tmp_path / "model")
-    engine_of(model_dir).save(tmp_path / "state").wait()
+    engine_of(model_dir).save(tmp_path / "state").wait(60.0)
     config = json.loads((Path(model_dir) / "config.json").read_text())
     (Path(model_dir) / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "layer_types": None}))
     with pytest.raises(DataError, match=r"met \d+ others, adam_step.model.layers.1.\S+ first: use the model"):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from asyncrl.config.run_dir import RunDir
-from asyncrl.errors import DataError
+from asyncrl.errors import DataError, PeerTimeout
 from asyncrl.learner.checkpoint import CheckpointWriter, Manifest, checkpoint_folder, prune, read_manifest
 from asyncrl.learner.control import Control
 from asyncrl.queue.messages import Frontier
@@ -18,15 +18,18 @@ class Paper:
     """A file that is being written until told otherwise."""
 
     def __init__(self, file: Path, dies: bool) -> None:
-        self.file, self.dies, self.written = file, dies, False
+        self.file, self.dies, self.written, self.never = file, dies, False, False
 
     def done(self) -> bool:
         return self.written
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float) -> bool:
         if self.dies:
             raise RuntimeError("disk")
+        if self.never:
+            return False
         self.file.write_text("weights")
+        return True
 
 
 class FileEngine:
@@ -67,6 +70,16 @@ def test_a_checkpoint_counts_when_all_of_it_is_written_and_the_next_one_waits_fo
     assert run_dir.latest_checkpoint() == checkpoint_folder(run_dir, 1)
     writer.begin(manifest(3))
     assert run_dir.latest_checkpoint() == checkpoint_folder(run_dir, 2)
+
+
+def test_a_disk_that_takes_nothing_ends_the_wait_with_the_step_and_the_option(tmp_path: Path):
+    engine = FileEngine()
+    writer = CheckpointWriter(engine, Control(0, 1, 0.0), RunDir(tmp_path), 2)
+    writer.begin(manifest(4))
+    engine.paper.never = True
+    with pytest.raises(PeerTimeout, match=r"launch\.stall_timeout_s = 0 s; that of step 4 is not"):
+        writer.finish(wait=True)
+    assert RunDir(tmp_path).latest_checkpoint() is None
 
 
 def test_the_manifest_comes_last_and_gives_the_frontier_back(tmp_path: Path):

@@ -42,7 +42,7 @@ def hop(work: Hop) -> list[tuple[float, float]]:
     before = train_more(work.order, engine, range(work.step, saved))
     saving = engine.save(Path(work.end))
     after = train_more(work.order, engine, range(saved, saved + AFTER))
-    saving.wait()
+    assert saving.wait(60.0)
     return before + after
 
 
