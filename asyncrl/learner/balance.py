@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = ["partition"]
 
-# costs become whole numbers of this share of the largest: their sums are exact, so that no rounding decides between two divisions
-UNITS = 1 << 40
+# costs become whole numbers of up to this many bits: their sums are exact, so that no rounding decides between two divisions
+UNIT_BITS = 40
 
 _Parts = list[list[int]]
 
@@ -33,8 +34,9 @@ def partition(costs: Mapping[int, float], num_parts: int) -> tuple[tuple[int, ..
         >>> partition({0: 8.0, 1: 7.0, 2: 6.0, 3: 5.0, 4: 4.0}, 2)  # the greedy division ends at 17 and 13
         ((0, 1), (2, 3, 4))
     """
-    largest = max(costs.values(), default=0.0)
-    units = {key: round(costs[key] / largest * UNITS) if largest else 0 for key in sorted(costs)}
+    # by a power of two, which loses no bit: whole costs below 2**UNIT_BITS stay exact, and equal loads equal
+    shift = UNIT_BITS - math.frexp(max(costs.values(), default=0.0))[1]
+    units = {key: round(math.ldexp(costs[key], shift)) for key in sorted(costs)}
     divisions = [_improved(parts, units) for parts in (_differenced(units, num_parts), _greedy(units, num_parts))]
     best = min(divisions, key=lambda parts: max(_load(part, units) for part in parts))
     first = {key: place for place, key in enumerate(_by_cost(units))}
@@ -75,9 +77,10 @@ def _differenced(units: Mapping[int, int], num_parts: int) -> _Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """``leaves`` goes from the heaviest part to part ``to``, and ``comes`` (None: nothing) the other way."""
+    """``leaves`` goes from a heaviest part, ``heavy``, to part ``to``, and ``comes`` (None: nothing) the other way."""
 
     load: int
+    heavy: int
     leaves: int
     to: int
     comes: int | None
@@ -88,20 +91,21 @@ def _improved(parts: _Parts, units: Mapping[int, int]) -> _Parts:
     parts = [list(part) for part in parts]
     loads = [_load(part, units) for part in parts]
     while True:
-        heavy = loads.index(max(loads))
-        step = _best_step(parts, loads, units, heavy)
+        # of parts that are equally heavy the first may have no step where another has one
+        heaviest = [place for place, load in enumerate(loads) if load == max(loads)]
+        step = next(filter(None, (_best_step(parts, loads, units, heavy) for heavy in heaviest)), None)
         if step is None:
             return parts
-        parts[heavy].remove(step.leaves)
+        parts[step.heavy].remove(step.leaves)
         parts[step.to].append(step.leaves)
         if step.comes is not None:
             parts[step.to].remove(step.comes)
-            parts[heavy].append(step.comes)
-        loads[heavy], loads[step.to] = _load(parts[heavy], units), _load(parts[step.to], units)
+            parts[step.heavy].append(step.comes)
+        loads[step.heavy], loads[step.to] = _load(parts[step.heavy], units), _load(parts[step.to], units)
 
 
 def _best_step(parts: _Parts, loads: list[int], units: Mapping[int, int], heavy: int) -> _Step | None:
-    """The step after which the heavier of its two parts is lightest; None where no step makes the heaviest part lighter."""
+    """The step after which the heavier of its two parts is lightest; None where no step makes the heavy part lighter."""
     best: _Step | None = None
     for place, part in enumerate(parts):
         gap = loads[heavy] - loads[place]
@@ -116,5 +120,5 @@ def _best_step(parts: _Parts, loads: list[int], units: Mapping[int, int], heavy:
                 moved = units[key] - size
                 load = max(loads[heavy] - moved, loads[place] + moved)
                 if 0 < moved < gap and (best is None or load < best.load):
-                    best = _Step(load=load, leaves=key, to=place, comes=other)
+                    best = _Step(load=load, heavy=heavy, leaves=key, to=place, comes=other)
     return best
