@@ -23,7 +23,7 @@ from asyncrl.generators.engine import SampleRequest, SampleResult, register
 from asyncrl.generators.model_shape import ModelShape
 from asyncrl.generators.spans import Cuts
 from asyncrl.generators.vllm_api import SpanApi, acknowledged_tokens, span_api, wait_until_processed
-from asyncrl.generators.vllm_start import engine_arguments, prepare_environment, sampling_parameters
+from asyncrl.generators.vllm_start import choose_start_method, engine_arguments, prepare_environment, sampling_parameters
 from asyncrl.sync.messages import UpdateManifest
 
 __all__ = ["VllmEngine"]
@@ -67,6 +67,7 @@ class VllmEngine:
         """Loads the model and the tokenizer; tens of seconds, in which the event loop stands still."""
         prepare_environment(self._config)
         from transformers import AutoTokenizer
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         started_s = time.monotonic()
@@ -74,7 +75,9 @@ class VllmEngine:
         self._api = span_api(AsyncLLM)
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
         self._shape = ModelShape.of_folder(self._model_dir, self._config.model.dtype)
-        self._llm = AsyncLLM.from_engine_args(engine_arguments(self._config, self._model_dir))
+        settings = engine_arguments(self._config, self._model_dir).create_engine_config(UsageContext.ENGINE_CONTEXT)
+        choose_start_method(self._config)
+        self._llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
         await self._api.stamp(self._llm, self.version)
         self.max_model_len = int(self._llm.model_config.max_model_len)
         log.info("vLLM is up after %.1f s; versions by %s spans", time.monotonic() - started_s, self._api.name)

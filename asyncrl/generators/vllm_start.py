@@ -5,6 +5,7 @@ Source: engine notes, vLLM.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.generators.engine import SampleRequest
 
-__all__ = ["engine_arguments", "prepare_environment", "sampling_parameters"]
+__all__ = ["choose_start_method", "engine_arguments", "prepare_environment", "sampling_parameters"]
 
 MIN_BATCHED_TOKENS = 4096
 CPU_BLOCK_TOKENS = 32  # the least that its attention takes
@@ -22,6 +23,11 @@ WORKER_EXTENSION = "asyncrl.generators.vllm_worker.WeightLoader"
 
 def prepare_environment(config: Config) -> None:
     """Sets the variables that vLLM reads; before anything of vLLM or torch is imported."""
+    with contextlib.suppress(ImportError):
+        from setproctitle import getproctitle
+
+        # forked processes of vLLM name themselves over this one's command line, which is found by the environment as it was at the start
+        getproctitle()
     threads = str(config.generator.threads)
     os.environ.update({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads})
     # bound by itself, every replica of a host takes the same cores, whatever OMP_NUM_THREADS says
@@ -59,6 +65,16 @@ def engine_arguments(config: Config, model_dir: str) -> Any:
         disable_log_stats=True,
         **place,
     )
+
+
+def choose_start_method(config: Config) -> None:
+    """On a CPU the engine's processes are forked, which spares each of them an import of vLLM; after the engine's settings are made.
+
+    Settings made for a CPU ask for new interpreters: half a minute for the engine's core and its worker, one after the other. Nothing
+    has been computed yet in the process that is forked, so no thread of OpenMP is left behind.
+    """
+    if not _on_cuda(config):
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
 
 def sampling_parameters(request: SampleRequest) -> Any:
