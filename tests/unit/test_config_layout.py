@@ -118,7 +118,7 @@ def test_megatron_takes_layouts_that_divide_and_counts_their_replicas(layout, re
         (megatron(6, tensor_parallel=2, pipeline_parallel=2), "met 6 and 2 × 2 × 1: set learner.ranks=8"),
         (megatron(2, virtual_pipeline=2), "met 2 with learner.pipeline_parallel=1: set learner.virtual_pipeline=1, or"),
         (megatron(4, tensor_parallel=2, expert_parallel=4), "= 2; met 4: set learner.expert_parallel=2, or learner.ranks=8"),
-        (megatron(6, expert_parallel=4), "= 6; met 4: set learner.expert_parallel=3, or learner.ranks=12"),
+        (megatron(6, expert_parallel=4), "= 6; met 4: set learner.expert_parallel=3, or learner.ranks=8"),
     ],
 )
 def test_megatron_refuses_ranks_that_do_not_divide_with_numbers_that_do(layout, said):
