@@ -52,7 +52,10 @@ class EngineRegistry:
     """
 
     _classes: ClassVar[dict[EngineKey, type[Engine]]] = {}
-    _backends: ClassVar[dict[str, Backend]] = {"fsdp2": Backend(module="asyncrl.learner.fsdp2", extra="learner")}
+    _backends: ClassVar[dict[str, Backend]] = {
+        "fsdp2": Backend(module="asyncrl.learner.fsdp2", extra="learner"),
+        "megatron": Backend(module="asyncrl.learner.megatron.engine", extra="megatron"),
+    }
 
     @classmethod
     def register(cls, *, model_type: str, backend: str, devices: tuple[str, ...], vendor: str = "") -> Callable[[_E], _E]:
