@@ -1,11 +1,11 @@
-"""Rules of ``learner.engine=megatron``: data × tensor × pipeline × context parallel, and expert parallel across data and context.
+"""Rules of ``learner.engine=megatron``: data × tensor × pipeline × context parallel, and expert parallel across all but the pipeline.
 
 What divides what, with R ranks, t tensor, p pipeline, v virtual pipeline, c context and e expert parallel::
 
     R              a multiple of t·p·c
-    R / (t·p)      a multiple of e: experts are dealt to the ranks that otherwise hold the same part of the weights
+    R / p          a multiple of e: whole experts are dealt to the ranks of a stage
     layers         a multiple of p·v
-    heads, key/value heads, inner sizes, vocabulary     multiples of t
+    heads, key/value heads, inner size, vocabulary     multiples of t
     experts        a multiple of e
 """
 
@@ -17,27 +17,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from asyncrl.config.description import experts_of, heads_of
+from asyncrl.config.model_megatron import check_built
 from asyncrl.config.ranks import Layout, divisor, multiple
 from asyncrl.config.refusals import Refusal
 from asyncrl.errors import ConfigError, UnsupportedError
 
-__all__ = ["FAMILIES", "MODEL_FAMILIES", "MOE_TENSOR_BEFORE_0_19", "check_megatron", "check_megatron_model"]
+__all__ = ["MOE_TENSOR_BEFORE_0_19", "check_megatron", "check_megatron_model"]
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""``model_type`` of the models that are built from megatron-core's layers."""
-
-MODEL_FAMILIES = Refusal(
-    combination=f"models other than {', '.join(FAMILIES)}",
-    reason="no table says how their weights are laid out in megatron-core's layers",
-    nearest="learner.engine=fsdp2",
-)
 MOE_TENSOR_BEFORE_0_19 = Refusal(
     combination="tensor parallel of a mixture of experts without expert parallel, on megatron-core before 0.19",
     reason="its losses are off by 3.6e-4 there",
     nearest="learner.expert_parallel=2 or more, learner.tensor_parallel=1, or megatron-core 0.19.2, which wants Python 3.12",
 )
-
-_INNER_SIZES = ("intermediate_size", "moe_intermediate_size", "vocab_size")
 
 
 def check_megatron(layout: Layout) -> None:
@@ -57,13 +48,12 @@ def check_megatron(layout: Layout) -> None:
             "learner.ranks is a multiple of learner.tensor_parallel × learner.pipeline_parallel × learner.context_parallel; "
             f"met {layout.ranks} and {tensor} × {stages} × {context}: set learner.ranks={multiple(layout.ranks, layout.replica_ranks)}"
         )
-    alike = layout.ranks // (tensor * stages)
-    if alike % layout.expert_parallel:
-        whole = math.lcm(layout.replica_ranks, tensor * stages * layout.expert_parallel)
+    stage = layout.ranks // stages
+    if stage % layout.expert_parallel:
+        whole = math.lcm(layout.replica_ranks, stages * layout.expert_parallel)
         raise ConfigError(
-            f"learner.expert_parallel divides learner.ranks / (learner.tensor_parallel × learner.pipeline_parallel) = {alike}; "
-            f"met {layout.expert_parallel}: set learner.expert_parallel={divisor(alike, layout.expert_parallel)}, "
-            f"or learner.ranks={multiple(layout.ranks, whole)}"
+            f"learner.expert_parallel divides the {stage} ranks of a stage; met {layout.expert_parallel}: "
+            f"set learner.expert_parallel={divisor(stage, layout.expert_parallel)}, or learner.ranks={multiple(layout.ranks, whole)}"
         )
 
 
@@ -71,12 +61,10 @@ def check_megatron_model(layout: Layout, text: Mapping[str, Any]) -> None:
     """Rules between a layout and a model.
 
     Raises:
-        UnsupportedError: a family that is not built, or a layout that is known to be wrong in this megatron-core.
+        UnsupportedError: a model that is not built, or a layout that is known to be wrong in this megatron-core.
         ConfigError: layers, heads, sizes or experts that cannot be dealt to the ranks, with the sizes that can.
     """
-    family = str(text.get("model_type") or "")
-    if family not in FAMILIES:
-        raise UnsupportedError(MODEL_FAMILIES.text(f"a model of type {family!r} with learner.engine=megatron"))
+    check_built(text)
     _check_layers(layout, int(text.get("num_hidden_layers") or 0))
     _check_tensor(layout.tensor_parallel, text)
     _check_experts(layout, experts_of(text))
@@ -97,12 +85,13 @@ def _check_tensor(tensor: int, text: Mapping[str, Any]) -> None:
         return
     heads, pairs = heads_of(text, f"learner.tensor_parallel={tensor}")
     sizes = {"attention heads": heads, "key/value heads": pairs}
-    sizes |= {name: int(text[name]) for name in _INNER_SIZES if text.get(name)}
+    inner = () if experts_of(text) else ("intermediate_size",)  # experts are not cut
+    sizes |= {name: int(text[name]) for name in (*inner, "vocab_size") if text.get(name)}
     uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
     if uneven:
         fits = [n for n in range(1, pairs + 1) if all(size % n == 0 for size in sizes.values())]
         raise ConfigError(
-            f"learner.tensor_parallel divides heads, inner sizes and vocabulary evenly; met {tensor} and {', '.join(uneven)}: "
+            f"learner.tensor_parallel divides heads, inner size and vocabulary evenly; met {tensor} and {', '.join(uneven)}: "
             f"set it to {' or '.join(map(str, fits))}"
         )
 

@@ -104,7 +104,7 @@ def megatron(ranks=1, **sizes):
         (megatron(8, tensor_parallel=2, pipeline_parallel=2), 2),
         (megatron(8, tensor_parallel=2, context_parallel=2, pipeline_parallel=2, virtual_pipeline=4), 1),
         (megatron(4, expert_parallel=4), 4),  # experts are dealt to ranks that train different rows
-        (megatron(4, tensor_parallel=2, expert_parallel=2), 2),
+        (megatron(4, tensor_parallel=2, expert_parallel=4), 2),  # and to those that cut the matrices
     ],
 )
 def test_megatron_takes_layouts_that_divide_and_counts_their_replicas(layout, replicas):
@@ -117,8 +117,11 @@ def test_megatron_takes_layouts_that_divide_and_counts_their_replicas(layout, re
     [
         (megatron(6, tensor_parallel=2, pipeline_parallel=2), "met 6 and 2 × 2 × 1: set learner.ranks=8"),
         (megatron(2, virtual_pipeline=2), "met 2 with learner.pipeline_parallel=1: set learner.virtual_pipeline=1, or"),
-        (megatron(4, tensor_parallel=2, expert_parallel=4), "= 2; met 4: set learner.expert_parallel=2, or learner.ranks=8"),
-        (megatron(6, expert_parallel=4), "= 6; met 4: set learner.expert_parallel=3, or learner.ranks=12"),
+        (
+            megatron(4, pipeline_parallel=2, expert_parallel=4),
+            "2 ranks of a stage; met 4: set learner.expert_parallel=2, or learner.ranks=8",
+        ),
+        (megatron(6, expert_parallel=4), "6 ranks of a stage; met 4: set learner.expert_parallel=3, or learner.ranks=8"),
     ],
 )
 def test_megatron_refuses_ranks_that_do_not_divide_with_numbers_that_do(layout, said):
@@ -133,7 +136,7 @@ def test_megatron_refuses_ranks_that_do_not_divide_with_numbers_that_do(layout, 
         (megatron(4, pipeline_parallel=4, virtual_pipeline=2), LAYERS),
         (megatron(3, context_parallel=3), LAYERS),  # no head is cut
         (megatron(8, expert_parallel=8), EXPERTS),
-        (megatron(8, tensor_parallel=2, expert_parallel=4), EXPERTS),
+        (megatron(8, tensor_parallel=2, expert_parallel=8), {**EXPERTS, "intermediate_size": 49, "moe_intermediate_size": 25}),  # not cut
     ],
 )
 def test_megatron_takes_models_that_can_be_dealt(layout, description):
@@ -157,10 +160,27 @@ def test_megatron_refuses_what_cannot_be_dealt_with_the_sizes_that_can(layout, d
         check_model_layout(layout, description)
 
 
-@pytest.mark.parametrize("kind", ["gemma3", ""])
-def test_megatron_refuses_models_that_no_table_knows(kind):
-    with pytest.raises(UnsupportedError, match=f"a model of type '{kind}' .*llama, qwen2, qwen3, qwen3_moe.*learner.engine=fsdp2"):
-        check_model_layout(megatron(1), {**LAYERS, "model_type": kind})
+@pytest.mark.parametrize(
+    ("changed", "met"),
+    [
+        ({"model_type": "gemma3_text"}, "model_type='gemma3_text'"),
+        ({"model_type": None}, "model_type=''"),
+        ({"attention_bias": True}, "attention_bias=true"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type='yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear'"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ],
+)
+def test_megatron_refuses_models_that_its_layers_do_not_make(changed, met):
+    with pytest.raises(UnsupportedError, match=f"a model with {met} under .*llama, qwen2, qwen3, qwen3_moe.*learner.engine=fsdp2"):
+        check_model_layout(megatron(), {**EXPERTS, **changed})
+
+
+def test_megatron_takes_scaled_positions_of_llama_in_either_spelling():
+    for name in ("rope_parameters", "rope_scaling"):
+        check_model_layout(megatron(), {**LAYERS, "model_type": "llama", name: {"rope_type": "llama3", "factor": 8.0}})
 
 
 def test_a_layout_that_is_wrong_in_one_version_is_refused_for_that_version(monkeypatch):
