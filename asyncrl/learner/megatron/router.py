@@ -10,7 +10,7 @@ __all__ = ["RouterLogits"]
 
 
 class RouterLogits:
-    """What the routers of some chunks said since the last :meth:`take`.
+    """What the routers of some chunks said in passes with gradients since the last :meth:`take`.
 
     Args:
         chunks: their decoder layers are listened to where they have a router.
@@ -32,7 +32,8 @@ class RouterLogits:
     def _heard(self, gating: Any) -> Any:
         def gate(tokens: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = gating(tokens)
-            self._logits.append(logits.flatten(0, -2))
+            if torch.is_grad_enabled():  # nobody takes what a scoring pass leaves
+                self._logits.append(logits.flatten(0, -2))
             return logits
 
         return gate

@@ -19,7 +19,7 @@ import_megatron()
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
-__all__ = ["count_for_pipeline", "run", "sum_gradients"]
+__all__ = ["Finish", "Forward", "count_for_pipeline", "run", "sum_gradients"]
 
 Forward = Callable[[Any, MicroBatch], torch.Tensor]
 """(model chunk, micro-batch) → hidden states."""

@@ -61,6 +61,50 @@ def _fsdp2_leak(engine: Any) -> None:
     engine.packed.register_forward_pre_hook(see_the_one_before)
 
 
+def _megatron_use_sgd(engine: Any) -> None:
+    from asyncrl.learner.megatron.updates import new_optimizer
+
+    adam = engine.optimizer
+    engine.optimizer = new_optimizer(engine.chunks, engine.spec.learner, dtype=engine.dtype, algorithm="sgd")
+    for before, after in zip(adam.param_groups, engine.optimizer.param_groups, strict=True):
+        for master, other in zip(before["params"], after["params"], strict=True):
+            other.data.copy_(master.data)
+
+
+def _megatron_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from engine.named_tensors()
+
+
+def _megatron_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ()
+
+
+def _megatron_gradient(engine: Any, name: str) -> torch.Tensor:
+    (parameter,) = (p for chunk in engine.chunks for n, p in chunk.module.named_parameters() if n == name)
+    return parameter.main_grad
+
+
+def _megatron_leak(engine: Any) -> None:
+    class Leaking:
+        def __init__(self, shares: Any) -> None:
+            self.shares = shares
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.shares, name)
+
+        def decode(self, chunk: Any, micro: Any) -> torch.Tensor:
+            return self.shares.decode(chunk, replace(micro, parents=(micro.segments - 1).clamp(min=0)))
+
+    engine.shares = Leaking(engine.shares)
+
+
 ADAPTERS: Mapping[str, Adapter] = {
-    "fsdp2": Adapter(use_sgd=_fsdp2_use_sgd, weights=_fsdp2_weights, low_rank=_fsdp2_low_rank, gradient=_fsdp2_gradient, leak=_fsdp2_leak)
+    "fsdp2": Adapter(use_sgd=_fsdp2_use_sgd, weights=_fsdp2_weights, low_rank=_fsdp2_low_rank, gradient=_fsdp2_gradient, leak=_fsdp2_leak),
+    "megatron": Adapter(
+        use_sgd=_megatron_use_sgd,
+        weights=_megatron_weights,
+        low_rank=_megatron_low_rank,
+        gradient=_megatron_gradient,
+        leak=_megatron_leak,
+    ),
 }

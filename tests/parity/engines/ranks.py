@@ -24,8 +24,9 @@ __all__ = ["RankPool", "RanksFailed"]
 START_S = 180.0
 ORDER_S = 60.0
 LEAVE_S = 10.0
-_MODELS = ("qwen3", "qwen3_moe", "llama")
-_PRELOAD = [*(f"transformers.models.{model}.modeling_{model}" for model in _MODELS), "peft", "asyncrl.learner.fsdp2"]
+_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama")
+_ENGINES = ("asyncrl.learner.fsdp2", "asyncrl.learner.megatron.engine")
+_PRELOAD = [*(f"transformers.models.{model}.modeling_{model}" for model in _MODELS), "peft", *_ENGINES]
 
 
 class RanksFailed(AssertionError):

@@ -1,0 +1,80 @@
+"""From a model folder and options to this rank's part of an engine: rules, groups, layers, weights, gradient buffers, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.config.engine_options import check_engine_options
+from asyncrl.config.layout import Layout, check_layout, check_model_layout, check_router_loss
+from asyncrl.learner.engine import EngineSpec
+from asyncrl.learner.hf_model import refuse_windows
+from asyncrl.learner.megatron.attention import PackedAttention
+from asyncrl.learner.megatron.decode import Shares
+from asyncrl.learner.megatron.hf_config import read_config, transformer_config
+from asyncrl.learner.megatron.model import build_chunks
+from asyncrl.learner.megatron.parallel import MegatronLayout, Parallel, start_parallel
+from asyncrl.learner.megatron.router import RouterLogits
+from asyncrl.learner.megatron.updates import new_optimizer, replicated
+from asyncrl.learner.megatron.weights import load_weights
+
+__all__ = ["Built", "build"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """This rank's part of a model.
+
+    Attributes:
+        config: the folder's, as transformers reads it; parallel: this rank's place; shares: how its stage divides tokens.
+        chunks: replicated where the model is trained; optimizer: theirs, None where it is not.
+        router: what routers say where their loss is wanted, else None.
+    """
+
+    config: Any
+    parallel: Parallel
+    shares: Shares
+    chunks: list[Any]
+    optimizer: Any
+    router: RouterLogits | None
+
+
+def build(spec: EngineSpec, *, device: torch.device, dtype: torch.dtype, value: bool) -> Built:
+    """Checks the options against ranks and model, and builds; collective.
+
+    Raises:
+        ConfigError, UnsupportedError: what cannot be dealt to the ranks, or is not built.
+    """
+    settings = spec.learner
+    check_engine_options(settings)
+    layout = replace(Layout.of(settings), ranks=dist.get_world_size())
+    check_layout(layout)
+    config = read_config(spec.model_dir)
+    refuse_windows(config, settings.micro_batch_tokens)
+    check_model_layout(layout, config.to_dict())
+    check_router_loss(settings.router_loss, config.to_dict())
+    parallel = start_parallel(MegatronLayout.of(settings, layout.ranks))
+    core = transformer_config(config, parallel.layout, dtype=dtype, recompute=settings.activation_checkpointing)
+    chunks = build_chunks(config, core, parallel, attention=PackedAttention, value_head=value)
+    load_weights(chunks, spec.model_dir, config, parallel, value_head=value)
+    masters = _masters(chunks) if spec.trained and dtype is not torch.float32 else None
+    for chunk in chunks:
+        chunk.to(device=device, dtype=dtype)
+        chunk.requires_grad_(spec.trained)
+    replicas = replicated(chunks) if spec.trained else chunks
+    return Built(
+        config=config,
+        parallel=parallel,
+        shares=Shares.of_this_rank(),
+        chunks=replicas,
+        optimizer=new_optimizer(replicas, settings, dtype=dtype, masters=masters) if spec.trained else None,
+        router=RouterLogits(chunks) if settings.router_loss else None,
+    )
+
+
+def _masters(chunks: list[Any]) -> list[Mapping[str, torch.Tensor]]:
+    return [{name: parameter.detach().clone() for name, parameter in chunk.named_parameters()} for chunk in chunks]
