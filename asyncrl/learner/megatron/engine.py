@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from asyncrl.config.engine_options import LEFT_OUT
-from asyncrl.config.layout_megatron import FAMILIES, MODEL_FAMILIES, MOE_TENSOR_BEFORE_0_19
+from asyncrl.config.layout_megatron import MOE_TENSOR_BEFORE_0_19
+from asyncrl.config.model_megatron import FAMILIES, MODELS
 from asyncrl.config.refusals import ROUTER_REPLAY, TURNS_ON_ONE_GPU
 from asyncrl.learner.batch import MicroBatch
 from asyncrl.learner.capabilities import Capabilities
@@ -30,7 +31,7 @@ def _capabilities(model: str) -> Capabilities:
             "any product of these",
             "activation checkpointing",
         ),
-        refused=(*LEFT_OUT["megatron"].values(), MODEL_FAMILIES, MOE_TENSOR_BEFORE_0_19, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
+        refused=(*LEFT_OUT["megatron"].values(), MODELS, MOE_TENSOR_BEFORE_0_19, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
     )
 
 
