@@ -109,7 +109,8 @@ def inverse_frequencies(config: Any) -> torch.Tensor:
         frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
         return frequencies
     size = head_size(config)
-    return 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
+    return torch.tensor(1.0) / rope["rope_theta"] ** exponents
 
 
 def _experts(config: Any, layout: MegatronLayout) -> dict[str, Any]:

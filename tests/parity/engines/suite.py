@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -114,6 +114,10 @@ class Suite:
         order = Order(cell=cell, target=self.target, model_dir=self._model(cell.model), shared_prompt=True, optimizer="adamw")
         work = Hop(order=order, start=None if start is None else str(start), step=step, end=str(end))
         return self._pool.run(f"{cell} from step {step} of {start}", cell.ranks, hop, work)
+
+    def give(self, name: str, ranks: int, work: Callable[[Any], Any], order: Any) -> list[Any]:
+        """Any other order to the ranks; their answers."""
+        return self._pool.run(name, ranks, work, order)
 
     def plain_run(self, cell: Cell, optimizer: str, *, adapters: Mapping[str, np.ndarray] | None = None) -> Run:
         """The plain process on the cell's model, with the options that change what is computed."""
