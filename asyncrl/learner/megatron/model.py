@@ -49,7 +49,20 @@ def _build(config: Any, core: Any, layout: MegatronLayout, attention: type[nn.Mo
     chunk.rotary_pos_emb.inv_freq = inverse_frequencies(config)
     if last and value_head:
         chunk.output_layer = nn.Linear(config.hidden_size, 1, dtype=torch.float32)
+    _mark_divided(chunk)
     return chunk
+
+
+def _mark_divided(chunk: Any) -> None:
+    """Says of weights that tensor ranks hold different parts of them: norms count each part, and of others the first rank's alone.
+
+    Megatron-core says so when it draws initial weights, which nothing here does.
+    """
+    from megatron.core import tensor_parallel as tp
+
+    for module in chunk.modules():
+        if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding) and module.weight is not None:
+            tp.set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, tp.RowParallelLinear)), 1)
 
 
 def _block(core: Any, layout: MegatronLayout, attention: type[nn.Module]) -> Any:

@@ -139,7 +139,7 @@ class _Stream:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *_, **__: None  # wait_stream, wait_event, record, record_event, synchronize
+        return lambda *_, **__: self  # wait_stream, wait_event, record, synchronize; record_event gives what can be waited for
 
     def __enter__(self) -> _Stream:
         return self
