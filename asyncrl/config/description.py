@@ -7,7 +7,7 @@ from typing import Any
 
 from asyncrl.errors import ConfigError
 
-__all__ = ["experts_of", "heads_of", "text_of"]
+__all__ = ["dealt", "experts_of", "heads_of", "text_of"]
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -32,3 +32,8 @@ def heads_of(text: Mapping[str, Any], asked: str) -> tuple[int, int]:
     if heads == 0:
         raise ConfigError(f"{asked} deals attention heads to ranks, and the model's config.json tells no number of them")
     return heads, int(text.get("num_key_value_heads") or heads)
+
+
+def dealt(pairs: int, size: int) -> bool:
+    """Whether every one of ``size`` ranks gets equally many key/value heads, or each head goes to equally many ranks."""
+    return pairs % size == 0 or size % pairs == 0

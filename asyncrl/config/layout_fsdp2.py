@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config.description import experts_of, heads_of
+from asyncrl.config.description import dealt, experts_of, heads_of
 from asyncrl.config.ranks import Layout, divisor, multiple
 from asyncrl.config.refusals import Refusal
 from asyncrl.errors import ConfigError, UnsupportedError
@@ -76,8 +76,9 @@ def check_fsdp2_model(layout: Layout, text: Mapping[str, Any]) -> None:
     if size == 1:
         return
     heads, pairs = heads_of(text, f"learner.{name}_parallel={size}")
-    if heads % size or not _dealt(pairs, size, copies=sequence > 1):
-        fits = [n for n in range(1, heads + 1) if heads % n == 0 and _dealt(pairs, n, copies=sequence > 1)]
+    copies = sequence > 1  # of a key/value head, on several ranks
+    if heads % size or not (pairs % size == 0 or (copies and dealt(pairs, size))):
+        fits = [n for n in range(1, heads + 1) if heads % n == 0 and (pairs % n == 0 or (copies and dealt(pairs, n)))]
         raise ConfigError(
             f"learner.{name}_parallel deals the model's {heads} attention heads and {pairs} key/value heads evenly; met {size}: "
             f"set it to {' or '.join(map(str, fits))}"
@@ -87,11 +88,6 @@ def check_fsdp2_model(layout: Layout, text: Mapping[str, Any]) -> None:
 def _cut(layout: Layout) -> tuple[str, int]:
     """What the ranks of a replica cut, and how many they are."""
     return ("tensor", layout.tensor_parallel) if layout.tensor_parallel > 1 else ("sequence", layout.sequence_parallel)
-
-
-def _dealt(pairs: int, size: int, *, copies: bool) -> bool:
-    """Whether every rank gets equally many key/value heads; fewer heads than ranks are copied where ``copies``."""
-    return pairs % size == 0 or (copies and size % pairs == 0)
 
 
 def _refuse(refusal: Refusal, asked: str) -> None:

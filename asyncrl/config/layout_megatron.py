@@ -5,7 +5,7 @@ What divides what, with R ranks, t tensor, p pipeline, v virtual pipeline, c con
     R              a multiple of t·p·c
     R / p          a multiple of e: whole experts are dealt to the ranks of a stage
     layers         a multiple of p·v
-    heads, key/value heads, inner size, vocabulary     multiples of t
+    heads, inner size, vocabulary     multiples of t; key/value heads a multiple or a divisor
     experts        a multiple of e
 """
 
@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config.description import experts_of, heads_of
+from asyncrl.config.description import dealt, experts_of, heads_of
 from asyncrl.config.model_megatron import check_built
 from asyncrl.config.ranks import Layout, divisor, multiple
 from asyncrl.config.refusals import Refusal
@@ -84,12 +84,13 @@ def _check_tensor(tensor: int, text: Mapping[str, Any]) -> None:
     if tensor == 1:
         return
     heads, pairs = heads_of(text, f"learner.tensor_parallel={tensor}")
-    sizes = {"attention heads": heads, "key/value heads": pairs}
+    sizes = {"attention heads": heads}
     inner = () if experts_of(text) else ("intermediate_size",)  # experts are not cut
     sizes |= {name: int(text[name]) for name in (*inner, "vocab_size") if text.get(name)}
     uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
+    uneven += [] if dealt(pairs, tensor) else [f"{pairs} key/value heads"]
     if uneven:
-        fits = [n for n in range(1, pairs + 1) if all(size % n == 0 for size in sizes.values())]
+        fits = [n for n in range(1, heads + 1) if dealt(pairs, n) and all(size % n == 0 for size in sizes.values())]
         raise ConfigError(
             f"learner.tensor_parallel divides heads, inner size and vocabulary evenly; met {tensor} and {', '.join(uneven)}: "
             f"set it to {' or '.join(map(str, fits))}"

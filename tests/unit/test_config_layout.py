@@ -133,6 +133,7 @@ def test_megatron_refuses_ranks_that_do_not_divide_with_numbers_that_do(layout, 
     ("layout", "description"),
     [
         (megatron(4, tensor_parallel=4), LAYERS),
+        (megatron(12, tensor_parallel=12), LAYERS),  # each key/value head serves three ranks
         (megatron(4, pipeline_parallel=4, virtual_pipeline=2), LAYERS),
         (megatron(3, context_parallel=3), LAYERS),  # no head is cut
         (megatron(8, expert_parallel=8), EXPERTS),
@@ -146,8 +147,9 @@ def test_megatron_takes_models_that_can_be_dealt(layout, description):
 @pytest.mark.parametrize(
     ("layout", "description", "said"),
     [
-        (megatron(6, tensor_parallel=6), LAYERS, "met 6 and 4 key/value heads: set it to 1 or 2 or 4"),
+        (megatron(6, tensor_parallel=6), LAYERS, "met 6 and 4 key/value heads: set it to 1 or 2 or 4 or 12"),
         (megatron(4, tensor_parallel=4), {**LAYERS, "vocab_size": 98}, "met 4 and 98 vocab_size: set it to 1 or 2"),
+        (megatron(8, tensor_parallel=8), LAYERS, "met 8 and 12 attention heads: set it to"),
         (megatron(3, pipeline_parallel=3), LAYERS, "the model's 8 layers evenly; met 3 × 1: set learner.pipeline_parallel=2"),
         (megatron(4, pipeline_parallel=4, virtual_pipeline=4), LAYERS, "met 4 × 4: set learner.pipeline_parallel=2"),
         (megatron(2, pipeline_parallel=2, virtual_pipeline=3), LAYERS, "met 2 × 3: set learner.virtual_pipeline=1"),

@@ -95,3 +95,12 @@ def test_the_command_says_what_is_missing_where_torch_is_not_installed():
     assert (done.returncode, done.stderr) == (0, "")
     assert "learner.engine=fsdp2\n  imports      no: ModuleNotFoundError: import of torch halted" in done.stdout
     assert "(pip install 'asyncrl[learner]')" in done.stdout
+
+
+def test_the_command_says_what_is_missing_where_megatron_core_is_not_installed_and_what_trains_all_the_same():
+    code = "import sys; sys.modules['megatron'] = None; from asyncrl.cli import main; sys.exit(main(['engines']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    (missing,) = [block for block in done.stdout.split("learner.engine=")[1:] if block.startswith("megatron\n")]
+    assert "  imports      no: ModuleNotFoundError: " in missing and "(pip install 'asyncrl[megatron]')" in missing
+    assert "learner.engine=fsdp2\n  registered   language_model on cpu, cuda\n  imports      yes\n" in done.stdout
