@@ -1,55 +1,31 @@
-"""From a Hugging Face ``config.json`` to Megatron-core's configuration; what has no equal there is refused by name."""
+"""From a Hugging Face ``config.json`` to Megatron-core's configuration."""
 
 from __future__ import annotations
 
 import warnings
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from asyncrl.errors import ConfigError, UnsupportedError
 from asyncrl.learner.megatron.parallel import MegatronLayout
 
-__all__ = ["FAMILIES", "head_size", "inverse_frequencies", "read_config", "transformer_config"]
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+__all__ = ["head_size", "inverse_frequencies", "read_config", "transformer_config"]
 
 
 def read_config(model_dir: str) -> Any:
-    """A model folder's configuration as transformers reads it.
-
-    Raises:
-        UnsupportedError: another family than :data:`FAMILIES`, or a setting that the four share no code for.
-    """
+    """A model folder's configuration as transformers reads it; what of it is built here says :mod:`asyncrl.config.model_megatron`."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model_dir)
-    family = config.model_type
-    if family not in FAMILIES:
-        _refuse(f"model_type {family}", f"a model of {', '.join(FAMILIES)}, or learner=fsdp2")
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-        _refuse(f"attention_bias or mlp_bias of {family}", "a model without, or learner=fsdp2")
-    if getattr(config, "hidden_act", "silu") != "silu":
-        _refuse(f"hidden_act {config.hidden_act}", "silu, or learner=fsdp2")
-    if family == "qwen3_moe" and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
-        _refuse(
-            "a mixture of experts in some layers only (decoder_sparse_step, mlp_only_layers)", "experts in every layer, or learner=fsdp2"
-        )
-    rope = config.rope_parameters
-    if rope.get("rope_type", "default") not in ("default", "llama3"):
-        _refuse(f"rope_type {rope['rope_type']}", "default or llama3, or learner=fsdp2")
-    return config
+    return AutoConfig.from_pretrained(model_dir)
 
 
 def transformer_config(config: Any, layout: MegatronLayout, *, dtype: torch.dtype, recompute: bool) -> Any:
     """Megatron-core's ``TransformerConfig``: parameters are float32; ``dtype`` is what travels between stages.
 
-    Raises:
-        ConfigError: the model's vocabulary, layers or experts cannot be dealt to the ranks evenly.
+    Model and layout fit each other by :func:`asyncrl.config.layout.check_model_layout`.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    _check_even(config, layout)
     experts = _experts(config, layout) if config.model_type == "qwen3_moe" else {}
     recomputed = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
     with warnings.catch_warnings():
@@ -102,15 +78,15 @@ def head_size(config: Any) -> int:
 
 def inverse_frequencies(config: Any) -> torch.Tensor:
     """Of the rotary embedding, float32 [head / 2], as transformers computes them, llama3's scaling included."""
-    rope = config.rope_parameters
+    rope, size = config.rope_parameters, head_size(config)
+    frequencies: torch.Tensor
     if rope.get("rope_type", "default") == "llama3":
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        frequencies: torch.Tensor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
-        return frequencies
-    size = head_size(config)
-    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-    return torch.tensor(1.0) / rope["rope_theta"] ** exponents
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    else:
+        frequencies = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.int64).float() / size))
+    return frequencies
 
 
 def _experts(config: Any, layout: MegatronLayout) -> dict[str, Any]:
@@ -126,26 +102,3 @@ def _experts(config: Any, layout: MegatronLayout) -> dict[str, Any]:
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": 1,
     }
-
-
-def _check_even(config: Any, layout: MegatronLayout) -> None:
-    rules = [
-        ("vocab_size", config.vocab_size, "learner.tensor_parallel", layout.tensor),
-        ("num_attention_heads", config.num_attention_heads, "learner.tensor_parallel", layout.tensor),
-        ("num_key_value_heads", config.num_key_value_heads, "learner.tensor_parallel", layout.tensor),
-        ("intermediate_size", config.intermediate_size, "learner.tensor_parallel", layout.tensor),
-        (
-            "num_hidden_layers",
-            config.num_hidden_layers,
-            "learner.pipeline_parallel x learner.virtual_pipeline",
-            layout.pipeline * layout.chunks,
-        ),
-        ("num_experts", getattr(config, "num_experts", 0) or 0, "learner.expert_parallel", layout.expert),
-    ]
-    for name, number, option, size in rules:
-        if number % size or (size > 1 and not number):
-            raise ConfigError(f"{option} divides the model's {name}; met {size} and {number}: set it to a divisor of {number}")
-
-
-def _refuse(met: str, nearest: str) -> NoReturn:
-    raise UnsupportedError(f"learner=megatron does not compute {met}; nearest that works: {nearest}")

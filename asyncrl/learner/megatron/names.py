@@ -1,8 +1,8 @@
 """The one table between Megatron-core's parameters and the tensors of Hugging Face files, read both ways.
 
-A parameter is made of one or several file tensors. Each of these is cut along one dimension, evenly and in order, over the tensor
-ranks, or whole on all of them; what a rank has of them is mixed into its parameter. So no rank needs more of a file than it keeps, and
-unmixed parts are joined along the same dimension again.
+A parameter is made of one or several file tensors, mixed into its first dimension. Tensor ranks cut it so that each of them has a
+contiguous part of every file tensor, perhaps an empty one: no rank needs more of a file than it keeps, and parts are joined again in the
+order of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from asyncrl.learner.megatron.hf_config import head_size
 from asyncrl.learner.megatron.parallel import MegatronLayout, Parallel
 
-__all__ = ["Entry", "FileTensor", "Mix", "entries", "mixed", "unmixed"]
+__all__ = ["Entry", "FileTensor", "Mix", "entries"]
 
 
 class Mix(enum.Enum):
@@ -34,7 +34,8 @@ class Row:
 
     Attributes:
         megatron: its name, below its layer's; files: names of its file tensors, each with the sizes of its dimensions, which
-        :func:`_sizes` tells; cut: the dimension of all of them that tensor ranks cut, None where every rank has them whole; mix: see there.
+        :func:`_sizes` tells; cut: the dimension of all of them that tensor ranks cut, None where every rank has them whole; mix: see
+        there.
     """
 
     megatron: str
@@ -111,8 +112,8 @@ class Entry:
 
     Attributes:
         stage, chunk: which stage has it, and in which of its chunks; name: what it is called there; files: its file tensors in order;
-        cut, mix: see :class:`Row`; tensor_ranks: how many cut it; expert_rank: the only one that has it, None where all do;
-        copy: a tied tensor's second, which another entry carries.
+        cut, mix: see :class:`Row`; tensor_ranks: how many cut it; groups: key/value heads of the model; expert_rank: the only one that
+        has it, None where all do; copy: a tied tensor's second, which another entry carries.
     """
 
     stage: int
@@ -122,22 +123,74 @@ class Entry:
     cut: int | None
     mix: Mix
     tensor_ranks: int
+    groups: int
     expert_rank: int | None = None
     copy: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter on a rank: every mix puts its parts into one first dimension."""
-        parts = [self.part_shape(file) for file in self.files]
+        """Of the parameter on a rank."""
+        parts = [[part.stop - part.start for part in box] for box in self.boxes(0)]
         return sum(part[0] for part in parts), *parts[0][1:]
-
-    def part_shape(self, file: FileTensor) -> tuple[int, ...]:
-        """Of what a tensor rank has of a file tensor."""
-        return tuple(size // self.tensor_ranks if dimension == self.cut else size for dimension, size in enumerate(file.shape))
 
     def is_on(self, parallel: Parallel) -> bool:
         """Whether that rank has it, or its part of it."""
         return self.stage == parallel.stage and self.expert_rank in (None, parallel.expert_rank)
+
+    def boxes(self, rank: int) -> list[tuple[slice, ...]]:
+        """What a tensor rank has of each file tensor."""
+        whole = [tuple(slice(0, size) for size in file.shape) for file in self.files]
+        if self.cut is None:
+            return whole
+        rows = [file.shape[self.cut] for file in self.files]
+        spans = self._within_group(rows, rank) if self._splits_groups else [_even(size, self.tensor_ranks, rank) for size in rows]
+        return [(*box[: self.cut], span, *box[self.cut + 1 :]) for box, span in zip(whole, spans, strict=True)]
+
+    def mixed(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A rank's parameter from its parts of the file tensors.
+
+        Example: two key/value heads of one query each give q0 k0 v0 q1 k1 v1.
+        """
+        if self.mix is Mix.GROUPED and not self._splits_groups:
+            groups = self.groups // self.tensor_ranks
+            return torch.cat([part.reshape(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
+        return torch.cat(list(parts))
+
+    def unmixed(self, parameter: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """The inverse of :meth:`mixed`, on a tensor rank."""
+        sizes = [box[0].stop - box[0].start for box in self.boxes(rank)]
+        parts: list[torch.Tensor] = []
+        if self.mix is Mix.GROUPED and not self._splits_groups:
+            groups = self.groups // self.tensor_ranks
+            grouped = parameter.reshape(groups, -1, *parameter.shape[1:])
+            for size in sizes:
+                start = sum(part.shape[0] for part in parts) // groups
+                parts.append(grouped[:, start : start + size // groups].flatten(0, 1))
+            return parts
+        for size in sizes:
+            start = sum(part.shape[0] for part in parts)
+            parts.append(parameter[start : start + size])
+        return parts
+
+    @property
+    def _splits_groups(self) -> bool:
+        """Whether there are more tensor ranks than key/value heads: each then has a block of one head's queries, key and value."""
+        return self.mix is Mix.GROUPED and self.groups % self.tensor_ranks != 0
+
+    def _within_group(self, rows: Sequence[int], rank: int) -> list[slice]:
+        of_group = [size // self.groups for size in rows]
+        block = sum(rows) // self.tensor_ranks
+        group, start = divmod(rank * block, sum(of_group))
+        spans, before = [], 0
+        for size in of_group:
+            first, last = (min(max(place - before, 0), size) for place in (start, start + block))
+            spans.append(slice(group * size + first, group * size + last))
+            before += size
+        return spans
+
+
+def _even(size: int, ranks: int, rank: int) -> slice:
+    return slice(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def entries(config: Any, layout: MegatronLayout, *, value_head: bool) -> Iterator[Entry]:
@@ -174,6 +227,7 @@ class _Place:
 
     def __init__(self, config: Any, layout: MegatronLayout, *, piece: int) -> None:
         self._sizes = _sizes(config)
+        self._groups = config.num_key_value_heads
         self._layout = layout
         self._piece = piece
 
@@ -189,27 +243,5 @@ class _Place:
             cut=row.cut,
             mix=row.mix,
             tensor_ranks=self._layout.tensor,
+            groups=self._groups,
         )
-
-
-def mixed(parts: Sequence[torch.Tensor], mix: Mix, config: Any) -> torch.Tensor:
-    """A rank's parameter from its parts of the file tensors.
-
-    Example: two key/value heads of one query each give q0 k0 v0 q1 k1 v1.
-    """
-    if mix is Mix.GROUPED:
-        groups = len(parts[1]) // head_size(config)
-        return torch.cat([part.view(groups, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 1)
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def unmixed(parameter: torch.Tensor, mix: Mix, config: Any) -> tuple[torch.Tensor, ...]:
-    """The inverse of :func:`mixed`."""
-    if mix is Mix.ALONE:
-        return (parameter,)
-    if mix is Mix.BEHIND:
-        return parameter.chunk(2)
-    size = head_size(config)
-    queries = config.num_attention_heads // config.num_key_value_heads * size
-    grouped = parameter.view(-1, queries + 2 * size, *parameter.shape[1:])
-    return tuple(part.flatten(0, 1) for part in grouped.split([queries, size, size], dim=1))

@@ -57,7 +57,9 @@ def new_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(options, chunks, config_overrides={}, use_gloo_process_groups=False)  # without overrides norms decay as well
+    optimizer = get_megatron_optimizer(
+        options, chunks, config_overrides={}, use_gloo_process_groups=False
+    )  # without overrides norms decay as well
     if masters is not None:
         optimizer.reload_model_params({f"model{i}": weights for i, weights in enumerate(masters)} if len(masters) > 1 else masters[0])
     return optimizer

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 __all__ = ["tempered_logprobs"]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from asyncrl.errors import DataError
-from asyncrl.learner.megatron.names import Entry, FileTensor, entries, mixed, unmixed
+from asyncrl.learner.megatron.names import Entry, FileTensor, entries
 from asyncrl.learner.megatron.parallel import Parallel
 
 __all__ = ["export_tensors", "load_weights", "own_parameters", "ties"]
@@ -60,8 +60,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], model_dir: str, config: Any,
             if entry.files[0].name not in files:
                 parameter.copy_(_drawn(parameter, config.initializer_range))
             else:
-                parts = [read(file, entry, parallel.tensor_rank) for file in entry.files]
-                parameter.copy_(mixed(parts, entry.mix, config))
+                boxes = entry.boxes(parallel.tensor_rank)
+                parameter.copy_(entry.mixed([read(file, box) for file, box in zip(entry.files, boxes, strict=True)]))
 
 
 class _Reader:
@@ -71,8 +71,8 @@ class _Reader:
         self._files, self._stack = files, stack
         self._opened: dict[Path, Any] = {}
 
-    def __call__(self, file: FileTensor, entry: Entry, rank: int) -> torch.Tensor:
-        """What a tensor rank has of a file tensor."""
+    def __call__(self, file: FileTensor, box: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a file tensor."""
         path = self._files[file.name]
         if path not in self._opened:
             self._opened[path] = self._stack.enter_context(_open(path))
@@ -82,11 +82,9 @@ class _Reader:
                 f"{file.name} has the shape {file.shape} by config.json; met {tuple(whole.get_shape())} in {path}: use the config.json "
                 "that was written with the weights"
             )
-        part = tuple(
-            slice(rank * size, (rank + 1) * size) if dimension == entry.cut else slice(None)
-            for dimension, size in enumerate(entry.part_shape(file))
-        )
-        tensor: torch.Tensor = whole[part]
+        if any(part.start == part.stop for part in box):
+            return torch.empty([part.stop - part.start for part in box])
+        tensor: torch.Tensor = whole[box]
         return tensor
 
 
@@ -127,11 +125,20 @@ def _drawn(parameter: torch.Tensor, deviation: float) -> torch.Tensor:
 
 
 def export_tensors(
-    chunks: Sequence[torch.nn.Module], config: Any, parallel: Parallel, *, value_head: bool, dtype: torch.dtype
+    chunks: Sequence[torch.nn.Module],
+    config: Any,
+    parallel: Parallel,
+    *,
+    value_head: bool,
+    dtype: torch.dtype,
+    value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The whole model's tensors under the names of its files, in ``dtype``, tied ones once, one after the other; collective.
 
     Every rank gets every tensor, and must drain it.
+
+    Args:
+        value: what to export of a parameter, itself for example; called for each of this rank's own, in the same order on all ranks.
     """
     own = {(entry.chunk, entry.name): parameter for entry, parameter in own_parameters(chunks, config, parallel, value_head=value_head)}
     device = next(iter(own.values())).device
@@ -139,14 +146,14 @@ def export_tensors(
         if entry.copy:
             continue
         if entry.is_on(parallel):
-            local = own[entry.chunk, entry.name].detach().to(dtype).contiguous()
+            local = value(own[entry.chunk, entry.name]).to(device=device, dtype=dtype).contiguous()
         else:
             local = torch.empty(entry.shape, dtype=dtype, device=device)
         if entry.expert_rank is not None and entry.stage == parallel.stage:
             _spread(local, entry.expert_rank, parallel.expert_group)
         _spread(local, entry.stage, parallel.pipeline_group)
-        for file, part in zip(entry.files, unmixed(local, entry.mix, config), strict=True):
-            yield file.name, _joined(part.contiguous(), entry.cut, parallel.tensor_group)
+        for file, tensor in zip(entry.files, _joined(local, entry, parallel.tensor_group), strict=True):
+            yield file.name, tensor.contiguous()
 
 
 def _spread(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
@@ -154,9 +161,11 @@ def _spread(tensor: torch.Tensor, rank: int, group: dist.ProcessGroup) -> None:
         dist.broadcast(tensor, group=group, group_src=rank)
 
 
-def _joined(part: torch.Tensor, cut: int | None, group: dist.ProcessGroup) -> torch.Tensor:
-    if cut is None or group.size() == 1:
-        return part
-    parts = [torch.empty_like(part) for _ in range(group.size())]
-    dist.all_gather(parts, part, group=group)
-    return torch.cat(parts, dim=cut)
+def _joined(local: torch.Tensor, entry: Entry, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """The whole file tensors of a parameter, from all tensor ranks."""
+    if entry.cut is None or group.size() == 1:
+        return entry.unmixed(local, 0)
+    blocks = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(blocks, local, group=group)
+    of_ranks = [entry.unmixed(block, rank) for rank, block in enumerate(blocks)]
+    return [torch.cat(parts, dim=entry.cut) for parts in zip(*of_ranks, strict=True)]

@@ -20,6 +20,7 @@ LAYOUTS = {
     "PP2": {"ranks": 2, "pipeline": 2},
     "PP2, interleaved": {"ranks": 2, "pipeline": 2, "chunks": 2},
     "TP2×PP2": {"ranks": 4, "tensor": 2, "pipeline": 2},
+    "TP4, more ranks than key/value heads": {"ranks": 4, "tensor": 4},
 }
 CASES = [(family, layout) for family in MEGATRON_FAMILIES for layout in LAYOUTS]
 EXPERTS = {  # and the numbers that a rank holds: worked out below
