@@ -23,6 +23,7 @@ from asyncrl.learner.megatron.built import build
 from asyncrl.learner.megatron.exact import check_exact
 from asyncrl.learner.megatron.schedule import Finish, count_for_pipeline, run
 from asyncrl.learner.megatron.updates import clip_and_step
+from asyncrl.learner.megatron.weights import export_tensors, ties
 from asyncrl.learner.optimizer import learning_rate
 from asyncrl.learner.packing import filler, pack, scatter
 from asyncrl.learner.router import balance_loss
@@ -194,12 +195,16 @@ class MegatronBase(Engine):
         return self.parallel.is_source
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See :class:`Engine`."""
-        yield from ()
+        """See :class:`Engine`; every rank gets them."""
+        built = self.built
+        yield from export_tensors(self._bare(), built.config, self.parallel, value_head=self.value, dtype=self.dtype)
+
+    def _bare(self) -> list[Any]:
+        return [getattr(chunk, "module", chunk) for chunk in self.chunks]
 
     def ties(self) -> dict[str, str]:
         """See :class:`Engine`."""
-        return {}
+        return ties(self.built.config, value_head=self.value)
 
     def save(self, folder: Path, synced: bool = True) -> Saving:
         """See :class:`Engine`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -39,8 +39,7 @@ def new_optimizer(
     settings: LearnerConfig,
     *,
     dtype: torch.dtype,
-    masters: list[Mapping[str, torch.Tensor]] | None = None,
-    algorithm: Literal["adam", "sgd"] = "adam",
+    masters: list[Mapping[str, torch.Tensor]] | None,
 ) -> Any:
     """AdamW over what :func:`replicated` gave; collective.
 
@@ -48,13 +47,12 @@ def new_optimizer(
         dtype: of the chunks; masters: float32 weights of each by parameter name, to start from where ``dtype`` has less.
     """
     options = OptimizerConfig(
-        optimizer=algorithm,
+        optimizer="adam",
         lr=learning_rate(0, settings),
         weight_decay=settings.weight_decay,
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
         adam_eps=settings.epsilon,
-        sgd_momentum=0.0,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
         use_distributed_optimizer=True,

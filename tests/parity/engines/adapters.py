@@ -62,17 +62,25 @@ def _fsdp2_leak(engine: Any) -> None:
 
 
 def _megatron_use_sgd(engine: Any) -> None:
-    from asyncrl.learner.megatron.updates import new_optimizer
-
-    adam = engine.optimizer
-    engine.optimizer = new_optimizer(engine.chunks, engine.spec.learner, dtype=engine.dtype, algorithm="sgd")
-    for before, after in zip(adam.param_groups, engine.optimizer.param_groups, strict=True):
-        for master, other in zip(before["params"], after["params"], strict=True):
-            other.data.copy_(master.data)
+    # inside the distributed optimizer, which takes Adam alone: its shards are views, which torch takes from nobody
+    for sharded in engine.optimizer.chained_optimizers:
+        sgd = torch.optim.SGD([torch.zeros(1)], lr=engine.spec.learner.learning_rate)
+        sgd.param_groups = [sgd.defaults | {"params": group["params"]} for group in sharded.optimizer.param_groups]
+        sharded.optimizer = sgd
 
 
 def _megatron_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from asyncrl.learner.megatron.masters import Masters
+
+    # as for fsdp2: masters, put where the export looks for what the model computes with
+    masters, parameters = Masters(engine.optimizer), [p for chunk in engine.chunks for p in chunk.parameters()]
+    compute, engine.dtype, kept = engine.dtype, torch.float32, [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = masters.gather(parameter)["weight"]
     yield from engine.named_tensors()
+    engine.dtype = compute
+    for parameter, data in zip(parameters, kept, strict=True):
+        parameter.data = data
 
 
 def _megatron_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
