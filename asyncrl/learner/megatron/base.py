@@ -21,7 +21,9 @@ from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
 from asyncrl.learner.engine import Engine, EngineSpec, Saving, StepAbandoned
 from asyncrl.learner.megatron.built import build
 from asyncrl.learner.megatron.exact import check_exact
+from asyncrl.learner.megatron.masters import Masters
 from asyncrl.learner.megatron.schedule import Finish, count_for_pipeline, run
+from asyncrl.learner.megatron.state import MegatronState, load_state, save_state
 from asyncrl.learner.megatron.updates import clip_and_step
 from asyncrl.learner.megatron.weights import export_tensors, ties
 from asyncrl.learner.optimizer import learning_rate
@@ -56,6 +58,7 @@ class MegatronBase(Engine):
         self.built = build(self.spec, device=self.device, dtype=self.dtype, value=self.value)
         self.chunks, self.parallel, self.shares = self.built.chunks, self.built.parallel, self.built.shares
         self.optimizer = self.built.optimizer
+        self._checkpoint_group = dist.new_group(backend="gloo")  # a thread writes checkpoints while others compute
         with self.eval_mode(), torch.no_grad():
             check_exact(self._score, self.built.config.vocab_size, self.dtype)
 
@@ -208,11 +211,23 @@ class MegatronBase(Engine):
 
     def save(self, folder: Path, synced: bool = True) -> Saving:
         """See :class:`Engine`."""
-        raise NotImplementedError
+        return save_state(self._state(), folder, synced)
 
     def load(self, folder: Path) -> None:
         """See :class:`Engine`."""
-        raise NotImplementedError
+        self.optimizer_steps = load_state(self._state(), folder)
+        self._set_learning_rate()
+
+    def _state(self) -> MegatronState:
+        return MegatronState(
+            chunks=self._bare(),
+            config=self.built.config,
+            parallel=self.parallel,
+            value_head=self.value,
+            masters=Masters(self.optimizer),
+            optimizer_steps=self.optimizer_steps,
+            group=self._checkpoint_group,
+        )
 
 
 def _never() -> bool:

@@ -162,7 +162,8 @@ class _Place:
             chunk=self._piece // self._layout.pipeline,
             name=here + row.megatron,
             files=tuple(
-                FileTensor(name=there + name, shape=tuple(self._sizes[size] for size in dimensions.split())) for name, dimensions in row.files
+                FileTensor(name=there + name, shape=tuple(self._sizes[size] for size in dimensions.split()))
+                for name, dimensions in row.files
             ),
             cut=row.cut,
             mix=row.mix,
