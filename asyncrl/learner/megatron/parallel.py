@@ -75,7 +75,8 @@ class Parallel:
     Attributes:
         layout: of all ranks; tensor_rank, stage, context_rank, data_rank, expert_rank: its indices;
         tensor_group, pipeline_group, context_group, data_group, expert_group: the ranks that differ from it in that index alone
-        (experts: the ranks that hold the others); replica_group: its replica's, None where it is alone.
+        (experts: the ranks that hold the others); replica_group: its replica's, None where it is alone; copies, copies_of_expert: the
+        ranks that hold the same part of what is not, or is, an expert's.
     """
 
     layout: MegatronLayout
@@ -90,6 +91,8 @@ class Parallel:
     data_group: dist.ProcessGroup
     expert_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup | None
+    copies: dist.ProcessGroup
+    copies_of_expert: dist.ProcessGroup
 
     @property
     def is_last_stage(self) -> bool:
@@ -147,4 +150,6 @@ def _place(layout: MegatronLayout, state: Any) -> Parallel:
         data_group=state.get_data_parallel_group(),
         expert_group=state.get_expert_model_parallel_group(),
         replica_group=replica_group,
+        copies=state.get_data_parallel_group(with_context_parallel=True),
+        copies_of_expert=state.get_expert_data_parallel_group(),
     )
