@@ -56,15 +56,16 @@ def _build(config: Any, core: Any, layout: MegatronLayout, attention: type[nn.Mo
 def _mark_divided(chunk: Any) -> None:
     """Says of weights what norms and sums over ranks go by.
 
-    Tensor ranks hold different parts of some, each of which counts: Megatron-core says so when it draws initial weights, which nothing
-    here does. Experts are whole on each tensor rank and get other tokens there, so that their gradients are summed over tensor ranks
+    Tensor ranks hold different parts of some, each of which counts: 0.16.1 says so when it draws initial weights, which nothing here
+    does. Experts are whole on each tensor rank and get other tokens there, so that their gradients are summed over tensor ranks
     too: 0.16.1 says so under expert parallelism alone, and is off by 2.2e-4 in the norm without.
     """
     from megatron.core import tensor_parallel as tp
 
     for module in chunk.modules():
         if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding) and module.weight is not None:
-            tp.set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, tp.RowParallelLinear)), 1)
+            if not hasattr(module.weight, "tensor_model_parallel"):
+                tp.set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, tp.RowParallelLinear)), 1)
             if getattr(module, "is_expert", False):
                 module.weight.allreduce = False
 
