@@ -56,17 +56,19 @@ def _build(config: Any, core: Any, layout: MegatronLayout, attention: type[nn.Mo
 def _mark_divided(chunk: Any) -> None:
     """Says of weights what norms and sums over ranks go by.
 
-    Tensor ranks hold different parts of some, each of which counts: Megatron-core says so when it draws initial weights, which nothing
-    here does. Experts are whole on each tensor rank and get other tokens there, so that their gradients are summed over tensor ranks
+    Tensor ranks hold different parts of some, each of which counts: 0.16.1 says so when it draws initial weights, which nothing here
+    does. Experts are whole on each tensor rank and get other tokens there, so that their gradients are summed over tensor ranks
     too: 0.16.1 says so under expert parallelism alone, and is off by 2.2e-4 in the norm without.
     """
     from megatron.core import tensor_parallel as tp
 
     for module in chunk.modules():
-        if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding) and module.weight is not None:
+        if not isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding) or module.weight is None:
+            continue
+        if not hasattr(module.weight, "tensor_model_parallel"):  # 0.19.2 has said it
             tp.set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, tp.RowParallelLinear)), 1)
-            if getattr(module, "is_expert", False):
-                module.weight.allreduce = False
+        if getattr(module, "is_expert", False):
+            module.weight.allreduce = False
 
 
 def _block(core: Any, layout: MegatronLayout, attention: type[nn.Module]) -> Any:
