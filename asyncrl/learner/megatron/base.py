@@ -60,7 +60,7 @@ class MegatronBase(Engine):
         self.optimizer = self.built.optimizer
         self._checkpoint_group = dist.new_group(backend="gloo")  # a thread writes checkpoints while others compute
         with self.eval_mode(), torch.no_grad():
-            check_exact(self._score, self.built.config.vocab_size, self.dtype)
+            check_exact(self._score, self.built.config.vocab_size, self.dtype, self.device)
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from asyncrl.errors import UnsupportedError
 from asyncrl.learner.batch import MicroBatch, Row
@@ -23,8 +24,8 @@ Score = Callable[[Sequence[MicroBatch], Sequence[np.ndarray]], None]
 """Puts the predictions of micro-batches into arrays, one a row; on the last pipeline stage alone. Collective."""
 
 
-def check_exact(score: Score, vocabulary: int, dtype: torch.dtype) -> None:
-    """Compares two siblings behind a shared prompt and a stranger, packed, with each of them alone.
+def check_exact(score: Score, vocabulary: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Collective. Compares two siblings behind a shared prompt and a stranger, packed, with each of them alone.
 
     Raises:
         UnsupportedError: attention leaks between packed sequences.
@@ -32,7 +33,9 @@ def check_exact(score: Score, vocabulary: int, dtype: torch.dtype) -> None:
     probes = (("siblings", [1, 2, 3, 4, 5]), ("siblings", [1, 2, 3, 6, 4, 7]), ("stranger", [4, 3, 2, 1]))
     rows = [probe_row([token % vocabulary for token in ids], 3, group_id=group, sibling=i) for i, (group, ids) in enumerate(probes)]
     together, alone = _scored(score, rows, 64, shared=True), _scored(score, rows, max(len(ids) for _, ids in probes), shared=False)
-    worst = max(float(np.abs(a - b).max()) for a, b in zip(together, alone, strict=True))
+    off = torch.tensor([max(float(np.abs(a - b).max()) for a, b in zip(together, alone, strict=True))], device=device)
+    dist.all_reduce(off, op=dist.ReduceOp.MAX)  # only the last stage sees it, and all have to stop
+    worst = off.item()
     if not worst < TOLERANCE[dtype]:
         raise UnsupportedError(
             f"packed, the model predicts what differs by {worst:.3g} from one sequence alone (limit {TOLERANCE[dtype]}): attention leaks"

@@ -88,7 +88,11 @@ def _megatron_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _megatron_gradient(engine: Any, name: str) -> torch.Tensor:
-    (parameter,) = (p for chunk in engine.chunks for n, p in chunk.module.named_parameters() if n == name)
+    from asyncrl.learner.megatron.weights import own_parameters
+
+    chunks = [chunk.module for chunk in engine.chunks]
+    own = own_parameters(chunks, engine.built.config, engine.parallel, value_head=engine.value)
+    (parameter,) = (parameter for entry, parameter in own if [file.name for file in entry.files] == [name])
     return parameter.main_grad
 
 

@@ -70,6 +70,7 @@ _MEGATRON = (
     Cell(backend="megatron", name="DP2", ranks=2, replicas=2, model="qwen3 tied"),
     Cell(backend="megatron", name="TP2", ranks=2, replicas=1, model="qwen2", learner={"tensor_parallel": 2}),
     Cell(backend="megatron", name="TP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"tensor_parallel": 2}),
+    Cell(backend="megatron", name="TP4, more than key/value heads", ranks=4, replicas=1, learner={"tensor_parallel": 4}),
     Cell(backend="megatron", name="PP2", ranks=2, replicas=1, model="qwen3 tied", learner={"pipeline_parallel": 2}),
     Cell(
         backend="megatron",
@@ -99,6 +100,7 @@ _MEGATRON = (
         learner={"pipeline_parallel": 2, "virtual_pipeline": 2},
     ),
     Cell(backend="megatron", name="MoE, EP2", ranks=2, replicas=2, model="qwen3 moe", learner={"router_loss": 0.1, "expert_parallel": 2}),
+    Cell(backend="megatron", name="MoE, TP2", ranks=2, replicas=1, model="qwen3 moe", learner={"router_loss": 0.1, "tensor_parallel": 2}),
     Cell(
         backend="megatron",
         name="MoE, TP2×EP2",

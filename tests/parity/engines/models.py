@@ -1,4 +1,7 @@
-"""Random models of two layers (a deep one has four), in float32, one folder for each family. Four heads over two key-value heads: enough for two shards."""
+"""Random models of two layers, one of them of four, in float32, one folder for each family.
+
+Four heads over two key-value heads: enough for two shards, and two more that share one.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ BEFORE, AFTER = 2, 3
 """Steps that a layout trains before it saves and after; the next one repeats the latter from the checkpoint."""
 
 _FSDP2 = ("one rank", "DP2", "DP4", "HSDP 2×2", "SP2", "TP2", "TP2×DP2", "offload", "one rank")
-_MEGATRON = ("one rank", "DP2", "TP2", "PP2", "interleaved PP2", "PP4", "TP2×PP2", "TP2×DP2", "CP2")
+_MEGATRON = ("one rank", "DP2", "TP2", "PP2", "interleaved PP2", "PP4", "TP2×PP2", "TP2×DP2", "TP4, more than key/value heads", "CP2")
 CHAINS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "every layout": ("qwen3", tuple(f"fsdp2 {name}" for name in _FSDP2)),
     "tied": ("qwen3 tied", ("fsdp2 DP2", "fsdp2 TP2")),
@@ -25,7 +25,7 @@ CHAINS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     # between two checkpoints of the other engine: whatever an engine can read, it has written
     "every layout of Megatron": ("qwen3 deep", ("fsdp2 TP2", *(f"megatron {name}" for name in _MEGATRON), "fsdp2 TP2")),
     "Megatron, tied": ("qwen3 tied", ("megatron PP2", "megatron TP2×PP2", "megatron DP2")),
-    "Megatron, MoE": ("qwen3 moe", ("fsdp2 MoE, DP2", "megatron MoE, EP2", "megatron MoE, TP2×EP2", "fsdp2 MoE, DP2")),
+    "Megatron, MoE": ("qwen3 moe", ("fsdp2 MoE, DP2", "megatron MoE, EP2", "megatron MoE, TP2×EP2", "megatron MoE, TP2", "fsdp2 MoE, DP2")),
     "Megatron, value head": ("qwen3 value", ("fsdp2 value head, DP2", "megatron value head, PP2", "fsdp2 value head, DP2")),
 }
 """By what is special: the model of all cells of a chain, and their names."""
