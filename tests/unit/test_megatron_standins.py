@@ -5,6 +5,7 @@ import importlib.metadata
 import pytest
 import torch
 
+from asyncrl.errors import UnsupportedError
 from asyncrl.learner.megatron import standins
 
 megatron = pytest.importorskip("megatron.core", reason="megatron-core is an extra")
@@ -40,7 +41,7 @@ def test_the_compiler_is_there_again_after_the_import():
     assert torch.compile.__module__ == "torch"
 
 
-def test_a_version_that_nothing_was_tried_on_is_an_import_error(monkeypatch: pytest.MonkeyPatch):
+def test_a_version_that_nothing_was_tried_on_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
-    with pytest.raises(ImportError, match=r"0.16.1 or 0.19.2; met 0.17.0: pip install megatron-core==0.16.1"):
+    with pytest.raises(UnsupportedError, match=r"0.16.1 or 0.19.2; met 0.17.0: pip install megatron-core==0.16.1"):
         standins.import_megatron.__wrapped__()

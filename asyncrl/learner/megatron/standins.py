@@ -21,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncrl.errors import UnsupportedError
+
 __all__ = ["VERSIONS", "import_megatron"]
 
 VERSIONS = ("0.16.1", "0.19.2")
@@ -52,7 +54,8 @@ def import_megatron() -> str:
     """Imports what this package uses of Megatron-core; every module that imports it calls this first. Its version.
 
     Raises:
-        ImportError: it is not installed, or in a version that the stand-ins and the table of weights are not known to fit.
+        ImportError: it is not installed.
+        UnsupportedError: a version that the stand-ins and the table of weights are not known to fit.
     """
     version, on_cpu = _version(), not torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
@@ -78,7 +81,7 @@ def _version() -> str:
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError("megatron-core is not installed") from error
     if version not in VERSIONS:
-        raise ImportError(
+        raise UnsupportedError(
             f"megatron-core is {' or '.join(VERSIONS)}; met {version}: pip install megatron-core=={VERSIONS[0]} on Python 3.11, "
             f"=={VERSIONS[1]} on 3.12"
         )
