@@ -8,7 +8,7 @@ from asyncrl.config.refusals import Refusal
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.errors import UnsupportedError
 
-__all__ = ["LEFT_OUT", "check_engine_options"]
+__all__ = ["LEFT_OUT", "ROUTER_LOSS_PIPELINE", "ROUTER_LOSS_RECOMPUTED", "check_engine_options"]
 
 _MEGATRON = "learner.engine=megatron"
 _FSDP2 = "learner.engine=fsdp2"
@@ -52,9 +52,20 @@ LEFT_OUT: Mapping[str, Mapping[str, Refusal]] = {
 }
 """By engine, and by option of the group ``learner`` that has to keep its default there."""
 
+ROUTER_LOSS_PIPELINE = Refusal(
+    combination="a router's loss in a pipeline",
+    reason="it multiplies means over the layers of all stages",
+    nearest="learner.pipeline_parallel=1, or learner.router_loss=0",
+)
+ROUTER_LOSS_RECOMPUTED = Refusal(
+    combination="a router's loss with activation checkpointing",
+    reason="routers are computed again where the loss does not see them",
+    nearest="learner.activation_checkpointing=false, or learner.router_loss=0",
+)
+
 
 def check_engine_options(learner: LearnerConfig) -> None:
-    """Raises UnsupportedError for an option that ``learner.engine`` has not, with the reason and the nearest that works.
+    """Raises UnsupportedError for what ``learner.engine`` has not, with the reason and the nearest that works.
 
     Example:
         >>> check_engine_options(LearnerConfig(engine="megatron", ranks=2, pipeline_parallel=2))
@@ -63,3 +74,9 @@ def check_engine_options(learner: LearnerConfig) -> None:
         value = getattr(learner, name)
         if value != LearnerConfig.model_fields[name].default:
             raise UnsupportedError(refusal.text(f"learner.{name}={value} with learner.engine={learner.engine}"), option=f"learner.{name}")
+    if learner.engine == "megatron" and learner.router_loss:
+        asked = f"learner.router_loss={learner.router_loss:g} with"
+        if learner.pipeline_parallel > 1:
+            raise UnsupportedError(ROUTER_LOSS_PIPELINE.text(f"{asked} learner.pipeline_parallel={learner.pipeline_parallel}"))
+        if learner.activation_checkpointing:
+            raise UnsupportedError(ROUTER_LOSS_RECOMPUTED.text(f"{asked} learner.activation_checkpointing=true"))

@@ -11,7 +11,6 @@ What divides what, with R ranks, t tensor, p pipeline, v virtual pipeline, c con
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -19,16 +18,9 @@ from typing import Any
 from asyncrl.config.description import dealt, experts_of, heads_of
 from asyncrl.config.model_megatron import check_built
 from asyncrl.config.ranks import Layout, divisor, multiple
-from asyncrl.config.refusals import Refusal
-from asyncrl.errors import ConfigError, UnsupportedError
+from asyncrl.errors import ConfigError
 
-__all__ = ["MOE_TENSOR_BEFORE_0_19", "check_megatron", "check_megatron_model"]
-
-MOE_TENSOR_BEFORE_0_19 = Refusal(
-    combination="tensor parallel of a mixture of experts without expert parallel, on megatron-core before 0.19",
-    reason="its losses are off by 3.6e-4 there",
-    nearest="learner.expert_parallel=2 or more, learner.tensor_parallel=1, or megatron-core 0.19.2, which wants Python 3.12",
-)
+__all__ = ["check_megatron", "check_megatron_model"]
 
 
 def check_megatron(layout: Layout) -> None:
@@ -61,7 +53,7 @@ def check_megatron_model(layout: Layout, text: Mapping[str, Any]) -> None:
     """Rules between a layout and a model.
 
     Raises:
-        UnsupportedError: a model that is not built, or a layout that is known to be wrong in this megatron-core.
+        UnsupportedError: a model that is not built.
         ConfigError: layers, heads, sizes or experts that cannot be dealt to the ranks, with the sizes that can.
     """
     check_built(text)
@@ -106,16 +98,3 @@ def _check_experts(layout: Layout, experts: int) -> None:
         raise ConfigError(
             f"learner.expert_parallel deals the model's {experts} experts evenly; met {size}: set it to {' or '.join(map(str, fits))}"
         )
-    if experts and layout.tensor_parallel > 1 and size == 1 and _installed() < (0, 19):
-        raise UnsupportedError(
-            MOE_TENSOR_BEFORE_0_19.text(f"learner.tensor_parallel={layout.tensor_parallel} of a model with {experts} experts")
-        )
-
-
-def _installed() -> tuple[int, int]:
-    """Major and minor of megatron-core here; where it is absent the newest, since the engine says then that it does not import."""
-    try:
-        major, minor = importlib.metadata.version("megatron-core").split(".")[:2]
-    except importlib.metadata.PackageNotFoundError:
-        return (0, 19)
-    return int(major), int(minor)

@@ -170,8 +170,9 @@ def _log_to_stderr(config: Config, version: Version) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(version)
     handler.setFormatter(logging.Formatter("%(asctime)s %(who)s %(levelname)s %(message)s"))
-    # torch writes a line for each tensor of a checkpoint
-    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
+    # torch writes a line for each tensor of a checkpoint, megatron-core what it found when it was imported
+    for chatty in ("c10d-NullHandler-dcp_logger", "megatron"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.basicConfig(level=config.monitor.log_level.upper(), handlers=[handler])
 
 

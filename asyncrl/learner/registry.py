@@ -110,7 +110,7 @@ class EngineRegistry:
             return ""
         try:
             importlib.import_module(place.module)
-        except (ImportError, OSError) as error:  # a shared library that is missing is an OSError
+        except (ImportError, OSError, UnsupportedError) as error:  # also a shared library that is missing, a version that does not fit
             return f"{type(error).__name__}: {error} (pip install 'asyncrl[{place.extra}]')"
         return ""
 

@@ -64,6 +64,19 @@ def test_what_megatron_has_not_is_refused_with_the_nearest_that_works(option, sa
         compose(["learner=megatron", "learner.ranks=2", f"learner.{option}"])
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("pipeline_parallel=2", r"learner.router_loss=0.1 with learner.pipeline_parallel=2 .*means over the layers of all stages"),
+        ("activation_checkpointing=true", r"\(a router's loss with activation checkpointing\).*learner.activation_checkpointing=false"),
+    ],
+)
+def test_a_routers_loss_that_megatron_would_not_see_whole_is_refused(option, said):
+    with pytest.raises(UnsupportedError, match=said):
+        compose(["learner=megatron", "learner.ranks=2", "learner.router_loss=0.1", f"learner.{option}"])
+    compose(["learner.router_loss=0.1", "learner.activation_checkpointing=true"])
+
+
 def test_what_fsdp2_has_not_is_taken_under_megatron():
     sizes = ["tensor_parallel=2", "pipeline_parallel=2", "virtual_pipeline=2", "context_parallel=2", "expert_parallel=2"]
     learner = compose(["learner=megatron", "learner.ranks=8", *(f"learner.{size}" for size in sizes)]).learner

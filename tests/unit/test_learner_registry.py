@@ -55,6 +55,16 @@ def test_a_backend_that_does_not_import_shows_its_true_error(registry: type[Engi
         registry.find(model_type="language_model", backend="broken", device="cpu")
 
 
+def test_a_backend_whose_package_has_a_version_that_does_not_fit_says_so(registry: type[EngineRegistry], tmp_path, monkeypatch):
+    (tmp_path / "engine_of_another_version.py").write_text(
+        "from asyncrl.errors import UnsupportedError\nraise UnsupportedError('package is 1.0 or 2.0; met 3.0')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._backends["broken"] = Backend(module="engine_of_another_version", extra="learner")
+    with pytest.raises(UnsupportedError, match=r"met 3.0 \(pip install 'asyncrl\[learner\]'\)"):
+        registry.find(model_type="language_model", backend="broken", device="cpu")
+
+
 def test_fsdp2_registers_itself_for_cpu_and_cuda():
     for device in ("cpu", "cuda"):
         assert EngineRegistry.find(model_type="language_model", backend="fsdp2", device=device).__name__ == "FSDP2Engine"
@@ -101,6 +111,6 @@ def test_the_command_says_what_is_missing_where_megatron_core_is_not_installed_a
     code = "import sys; sys.modules['megatron'] = None; from asyncrl.cli import main; sys.exit(main(['engines']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    (missing,) = [block for block in done.stdout.split("learner.engine=")[1:] if block.startswith("megatron\n")]
+    (missing,) = [block for block in done.stdout.split("\nlearner.engine=") if block.startswith("megatron\n")]
     assert "  imports      no: ModuleNotFoundError: " in missing and "(pip install 'asyncrl[megatron]')" in missing
     assert "learner.engine=fsdp2\n  registered   language_model on cpu, cuda\n  imports      yes\n" in done.stdout

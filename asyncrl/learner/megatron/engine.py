@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.engine_options import LEFT_OUT
-from asyncrl.config.layout_megatron import MOE_TENSOR_BEFORE_0_19
+from asyncrl.config.engine_options import LEFT_OUT, ROUTER_LOSS_PIPELINE, ROUTER_LOSS_RECOMPUTED
 from asyncrl.config.model_megatron import FAMILIES, MODELS
 from asyncrl.config.refusals import ROUTER_REPLAY, TURNS_ON_ONE_GPU
 from asyncrl.learner.batch import MicroBatch
@@ -31,7 +30,7 @@ def _capabilities(model: str) -> Capabilities:
             "any product of these",
             "activation checkpointing",
         ),
-        refused=(*LEFT_OUT["megatron"].values(), MODELS, MOE_TENSOR_BEFORE_0_19, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
+        refused=(*LEFT_OUT["megatron"].values(), MODELS, ROUTER_LOSS_PIPELINE, ROUTER_LOSS_RECOMPUTED, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
     )
 
 
