@@ -63,12 +63,11 @@ def _mark_divided(chunk: Any) -> None:
     from megatron.core import tensor_parallel as tp
 
     for module in chunk.modules():
-        if not isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding) or module.weight is None:
-            continue
-        if not hasattr(module.weight, "tensor_model_parallel"):  # 0.19.2 has said it
-            tp.set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, tp.RowParallelLinear)), 1)
-        if getattr(module, "is_expert", False):
-            module.weight.allreduce = False
+        if isinstance(module, tp.ColumnParallelLinear | tp.RowParallelLinear | tp.VocabParallelEmbedding) and module.weight is not None:
+            if not hasattr(module.weight, "tensor_model_parallel"):
+                tp.set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, tp.RowParallelLinear)), 1)
+            if getattr(module, "is_expert", False):
+                module.weight.allreduce = False
 
 
 def _block(core: Any, layout: MegatronLayout, attention: type[nn.Module]) -> Any:
