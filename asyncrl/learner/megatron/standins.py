@@ -28,6 +28,7 @@ __all__ = ["VERSIONS", "import_megatron"]
 VERSIONS = ("0.16.1", "0.19.2")
 
 _MODULES = (
+    "dist_checkpointing.strategies.checkpointable",
     "distributed",
     "distributed.finalize_model_grads",
     "models.gpt",

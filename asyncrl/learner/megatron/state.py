@@ -26,7 +26,7 @@ from asyncrl.learner.megatron.shards import Shard, compose, decompose, sharded, 
 from asyncrl.learner.megatron.weights import own_parameters
 from asyncrl.learner.state_files import ThreadSaving, check_fits, known_entries, no_checksums, restore_rng, rng_states, saved_ranks
 
-__all__ = ["MegatronState", "load_state", "save_state"]
+__all__ = ["MegatronState", "load_state", "own_copies", "save_state"]
 
 _KINDS = {"weight": "model", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}  # of what is kept of a parameter: how its keys begin
 
@@ -55,7 +55,7 @@ class MegatronState:
 
 def save_state(state: MegatronState, folder: Path, synced: bool) -> ThreadSaving:
     """Copies the state and begins to write it; collective. Unless ``synced`` it may not be on the disk when it is done."""
-    tensors = _own_copies(state)
+    tensors = own_copies(state)
     tensors |= {key: value.clone() for key, value in rng_states().items()}
 
     def write() -> None:
@@ -66,6 +66,20 @@ def save_state(state: MegatronState, folder: Path, synced: bool) -> ThreadSaving
     saving = ThreadSaving(writer.submit(write))
     writer.shutdown(wait=False)
     return saving
+
+
+def own_copies(state: MegatronState) -> dict[str, Any]:
+    """What this rank writes, as DCP takes it, on the CPU and apart from the originals: training goes on while it is written. Collective."""
+    rank, parts, scalars = state.parallel.tensor_rank, _Parts(), {"optimizer_steps": torch.tensor(state.optimizer_steps)}
+    for index, (entry, parameter) in enumerate(state.parameters()):
+        values = state.masters.gather(parameter)
+        if not _writes(entry, index, state.parallel):
+            continue
+        for kind in _KINDS:
+            for shard, part in zip(shards_of(entry, rank), decompose(entry, values[kind], rank), strict=True):
+                parts.add(kind, shard, part.detach().to("cpu", copy=True).contiguous())
+        scalars |= {f"adam_step.{shard.name}": torch.tensor(float(state.optimizer_steps)) for shard in shards_of(entry, rank)}
+    return parts.tensors() | scalars
 
 
 def load_state(state: MegatronState, folder: Path) -> int:
@@ -105,20 +119,6 @@ class _Parts:
     def tensors(self) -> dict[str, Any]:
         """As DCP takes them."""
         return {key: sharded(key, parts) for key, parts in self._of.items()}
-
-
-def _own_copies(state: MegatronState) -> dict[str, Any]:
-    """What this rank writes, on the CPU and apart from the originals: training goes on while it is written."""
-    rank, parts, scalars = state.parallel.tensor_rank, _Parts(), {"optimizer_steps": torch.tensor(state.optimizer_steps)}
-    for index, (entry, parameter) in enumerate(state.parameters()):
-        values = state.masters.gather(parameter)
-        if not _writes(entry, index, state.parallel):
-            continue
-        for kind in _KINDS:
-            for shard, part in zip(shards_of(entry, rank), decompose(entry, values[kind], rank), strict=True):
-                parts.add(kind, shard, part.detach().to("cpu", copy=True).contiguous())
-        scalars |= {f"adam_step.{shard.name}": torch.tensor(float(state.optimizer_steps)) for shard in shards_of(entry, rank)}
-    return parts.tensors() | scalars
 
 
 def _writes(entry: Entry, index: int, parallel: Parallel) -> bool:

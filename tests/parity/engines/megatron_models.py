@@ -19,13 +19,17 @@ MEGATRON_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "value head": ("Qwen3ForTokenClassification", {"head_dim": 12, "num_labels": 1}),
 }
 """Class of the model, and what is special about its configuration."""
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama tied": ("LlamaForCausalLM", {"tie_word_embeddings": True}),
+    "llama wide": ("LlamaForCausalLM", {"intermediate_size": 64}),
+}
 
 
 def write_megatron_model(folder: Path, family: str) -> str:
-    """Writes a model of one of :data:`MEGATRON_FAMILIES`, every weight random; its path."""
+    """Writes a model of one of :data:`MEGATRON_FAMILIES` or, to be told from it, another Llama, every weight random; its path."""
     import transformers
 
-    name, special = MEGATRON_FAMILIES[family]
+    name, special = (MEGATRON_FAMILIES | _OTHERS)[family]
     kind = getattr(transformers, name)
     shape = {
         "vocab_size": 40,
