@@ -44,6 +44,7 @@ class PackedAttention(torch.nn.Module):
             both = gather_from_sequence_parallel_region(torch.stack((key, value), 1), group=self._context)
             key, value = both.unbind(1)
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        shared = query.shape[1] != key.shape[1]
-        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.softmax_scale, enable_gqa=shared)
+        # pairs are copied: of the kernels that share them, the one that takes a mask keeps all scores
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+        out = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=self.softmax_scale)
         return out.permute(2, 0, 1, 3).flatten(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from asyncrl.learner.hf_model import refuse_windows
 from asyncrl.learner.megatron.attention import PackedAttention
 from asyncrl.learner.megatron.decode import Shares
 from asyncrl.learner.megatron.hf_config import read_config, transformer_config
+from asyncrl.learner.megatron.masters import Masters
 from asyncrl.learner.megatron.model import build_chunks
 from asyncrl.learner.megatron.parallel import MegatronLayout, Parallel, start_parallel
 from asyncrl.learner.megatron.router import RouterLogits
@@ -63,20 +63,19 @@ def build(spec: EngineSpec, *, device: torch.device, dtype: torch.dtype, value: 
     core = transformer_config(config, parallel.layout, dtype=dtype, recompute=settings.activation_checkpointing)
     chunks = build_chunks(config, core, parallel, attention=PackedAttention, value_head=value)
     load_weights(chunks, spec.model_dir, config, parallel, value_head=value)
-    masters = _masters(chunks) if spec.trained and dtype is not torch.float32 else None
+    whole = [(p, p.detach().clone()) for c in chunks for p in c.parameters()] if spec.trained and dtype is not torch.float32 else []
     for chunk in chunks:
         chunk.to(device=device, dtype=dtype)
         chunk.requires_grad_(spec.trained)
     replicas = replicated(chunks) if spec.trained else chunks
+    optimizer = new_optimizer(replicas, settings, dtype) if spec.trained else None
+    for parameter, weight in whole:  # the optimizer begins with what was read, not with what the chunks keep of it
+        Masters(optimizer).start(parameter, weight)
     return Built(
         config=config,
         parallel=parallel,
         shares=Shares.of_this_rank(),
         chunks=replicas,
-        optimizer=new_optimizer(replicas, settings, dtype=dtype, masters=masters) if spec.trained else None,
+        optimizer=optimizer,
         router=RouterLogits(chunks) if settings.router_loss else None,
     )
-
-
-def _masters(chunks: list[Any]) -> list[Mapping[str, torch.Tensor]]:
-    return [{name: parameter.detach().clone() for name, parameter in chunk.named_parameters()} for chunk in chunks]

@@ -44,15 +44,23 @@ class Masters:
         return {name: row.view(parameter.shape) for name, row in zip(("weight", *MOMENTS), whole, strict=True)}
 
     @torch.no_grad()
+    def start(self, parameter: torch.nn.Parameter, weight: torch.Tensor) -> None:
+        """Takes float32 weights of which the parameter itself holds fewer bits."""
+        own = self._own(self._owner(parameter), parameter)
+        if own is not None:
+            stretch, master = own
+            master.copy_(weight.flatten()[stretch])
+
+    @torch.no_grad()
     def set(self, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
         """Takes what :meth:`gather` gave, and the optimizer steps that it has seen, on every rank that holds the parameter."""
         parameter.copy_(tensors["weight"])
+        self.start(parameter, tensors["weight"])
         optimizer = self._owner(parameter)
         own = self._own(optimizer, parameter)
         if own is None:
             return
         stretch, master = own
-        master.copy_(tensors["weight"].flatten()[stretch])
         state = optimizer.optimizer.state[master]
         state["step"] = torch.tensor(float(steps))
         for name in MOMENTS:

@@ -7,7 +7,6 @@ takes the norm over all weights, each counted once, and a norm that is not finit
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,18 +33,8 @@ def replicated(chunks: list[Any]) -> list[Any]:
     return wrapped
 
 
-def new_optimizer(
-    chunks: list[Any],
-    settings: LearnerConfig,
-    *,
-    dtype: torch.dtype,
-    masters: list[Mapping[str, torch.Tensor]] | None,
-) -> Any:
-    """AdamW over what :func:`replicated` gave; collective.
-
-    Args:
-        dtype: of the chunks; masters: float32 weights of each by parameter name, to start from where ``dtype`` has less.
-    """
+def new_optimizer(chunks: list[Any], settings: LearnerConfig, dtype: torch.dtype) -> Any:
+    """AdamW over what :func:`replicated` gave, whose weights are of ``dtype``; collective."""
     options = OptimizerConfig(
         optimizer="adam",
         lr=learning_rate(0, settings),
@@ -57,12 +46,8 @@ def new_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(
-        options, chunks, config_overrides={}, use_gloo_process_groups=False
-    )  # without overrides norms decay as well
-    if masters is not None:
-        optimizer.reload_model_params({f"model{i}": weights for i, weights in enumerate(masters)} if len(masters) > 1 else masters[0])
-    return optimizer
+    # no overrides: with those that Megatron-core has of its own, norms would not decay
+    return get_megatron_optimizer(options, chunks, config_overrides={}, use_gloo_process_groups=False)
 
 
 def clip_and_step(optimizer: Any, max_norm: float) -> tuple[float, bool]:
