@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from asyncrl.config.effects import check_effects
+from asyncrl.config.engine_options import check_engine_options
 from asyncrl.config.layout import Layout, check_layout
 from asyncrl.config.names import check_name
 from asyncrl.config.network import check_network
@@ -103,6 +104,7 @@ def validate(values: Any) -> Config:
         ]
         raise ConfigError("; ".join(lines)) from error
     check_network(config.queue)
+    check_engine_options(config.learner)
     check_layout(Layout.of(config.learner))
     if not config.queue.keys:
         return config

@@ -45,7 +45,8 @@ def check_name(name: str) -> None:
     refuse_name(name)
     leaf = name.rsplit(".", 1)[-1]
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    near += [k for k in known if k.rsplit(".", 1)[-1] == leaf and k not in near]
+    leaves = difflib.get_close_matches(leaf, {k.rsplit(".", 1)[-1] for k in known}, n=1, cutoff=0.7)
+    near += [k for k in known if k.rsplit(".", 1)[-1] in leaves and k not in near]
     hint = f"; did you mean {' or '.join(near)}?" if near else "; `asyncrl config` lists every option"
     raise ConfigError(f"unknown option {name}{hint}", option=name)
 

@@ -14,9 +14,6 @@ from typing import Any
 from asyncrl.errors import UnsupportedError
 
 __all__ = [
-    "CONTEXT_PARALLEL",
-    "EXPERT_PARALLEL",
-    "PIPELINE_PARALLEL",
     "REFUSED_NAMES",
     "REFUSED_VALUES",
     "ROUTER_REPLAY",
@@ -54,19 +51,6 @@ class Refusal:
 
 _TRUNCATED = Refusal(reason="the engine would renormalise the kept tokens and the learner would not", nearest="generator.temperature")
 
-PIPELINE_PARALLEL = Refusal(
-    combination="pipeline parallel", reason="no engine that is built cuts a model into stages", nearest="learner.tensor_parallel"
-)
-CONTEXT_PARALLEL = Refusal(
-    combination="context parallel",
-    reason="no engine that is built passes keys and values around in a ring",
-    nearest="learner.sequence_parallel",
-)
-EXPERT_PARALLEL = Refusal(
-    combination="expert parallel",
-    reason="no engine that is built sends tokens to experts elsewhere",
-    nearest="learner.ranks, over which experts are sharded as the rest is",
-)
 ROUTER_REPLAY = Refusal(
     combination="router replay",
     reason="trajectories carry no choice of experts, so the learner routes by its own weights",
@@ -86,9 +70,6 @@ REFUSED_NAMES: Mapping[str, Refusal] = {
         reason="a run scores no reference policy", nearest="algorithm.clip_high and queue.max_staleness, which bound the step"
     ),
     "critic.*": Refusal(combination="a critic", reason="a run trains the actor alone", nearest="algorithm.advantage=grpo"),
-    "*pipeline*parallel*": PIPELINE_PARALLEL,
-    "*context_parallel*": CONTEXT_PARALLEL,
-    "*expert*parallel*": EXPERT_PARALLEL,
     "*router_replay*": ROUTER_REPLAY,
     "*routing_replay*": ROUTER_REPLAY,
     "*hybrid_engine*": TURNS_ON_ONE_GPU,
@@ -102,7 +83,7 @@ _NO_DEVICE = Refusal(reason="engines are registered for cpu and cuda alone", nea
 
 REFUSED_VALUES: Mapping[str, Mapping[str, Refusal]] = {
     "learner.engine": {
-        **dict.fromkeys(("megatron", "mindspeed_megatron", "torchtitan", "veomni", "automodel"), _NOT_BUILT),
+        **dict.fromkeys(("mindspeed_megatron", "torchtitan", "veomni", "automodel"), _NOT_BUILT),
         "fsdp": Refusal(reason="torch has replaced it by fully_shard", nearest="learner.engine=fsdp2"),
     },
     "learner.device": dict.fromkeys(("npu", "xpu", "mps", "tpu"), _NO_DEVICE),

@@ -133,9 +133,13 @@ class GeneratorConfig(Group):
 class LearnerConfig(Group):
     """The pool that trains."""
 
-    engine: Literal["fsdp2"] = option("fsdp2", "training engine")
+    engine: Literal["fsdp2", "megatron"] = option("fsdp2", "training engine")
     ranks: int = option(1, "learner processes", ge=1)
     tensor_parallel: int = option(1, "ranks that divide the matrices of each layer among them", ge=1)
+    pipeline_parallel: int = option(1, "stages of a pipeline, ranks that divide the layers among them", ge=1)
+    virtual_pipeline: int = option(1, "chunks of layers that each stage of a pipeline has; more than 1 interleaves them", ge=1)
+    context_parallel: int = option(1, "ranks that divide the tokens of a pack among them, and gather keys and values in attention", ge=1)
+    expert_parallel: int = option(1, "ranks that divide the experts of each layer among them", ge=1)
     sequence_parallel: int = option(1, "ranks that divide the tokens of a pack among them, and the heads in attention (Ulysses)", ge=1)
     shard_ranks: int = option(0, "ranks that one copy of the weights is sharded over, copied on the others (HSDP); 0: all", ge=0)
     offload: bool = option(False, "keep weights, gradients and optimizer state in the host's memory")

@@ -95,6 +95,7 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
     log.info("ready at step %d on %s", step, facts.learner_device)
     if control.any(stop.received):
         return
+    control.elect(engine.is_mp_source)
     outlets = RunOutlets(config, facts, run_dir, engine, control, step)
     quadratic = pair_cost(engine, control, config, facts.model_dir)
     source = BatchSource(config, facts, f"learner-{rank}") if engine.is_mp_source else None
@@ -117,10 +118,10 @@ def _run(config: Config, facts: RunFacts, run_dir: RunDir, rank: int, stop: Stop
             source.close()
         outlets.close()
     # a stop has its deadline: the checkpoint is what counts, `asyncrl export` makes the folder later
-    if rank == 0 and config.launch.export and not stop.received and run_dir.latest_checkpoint() is not None:
+    if control.is_leader and config.launch.export and not stop.received and run_dir.latest_checkpoint() is not None:
         export_checkpoint(run_dir, run_dir.export)
         log.info("exported to %s", run_dir.export)
-    if rank == 0:
+    if control.is_leader:
         outcome = "failed" if ending is Ending.ASKED else "finished"  # a driver that asked does not look here
         write_atomic(run_dir.ending, json.dumps({"outcome": outcome, "reason": ending.value, "step": pool.step}))
     control.barrier()
@@ -169,8 +170,9 @@ def _log_to_stderr(config: Config, version: Version) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(version)
     handler.setFormatter(logging.Formatter("%(asctime)s %(who)s %(levelname)s %(message)s"))
-    # torch writes a line for each tensor of a checkpoint
-    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
+    # torch writes a line for each tensor of a checkpoint, megatron-core what it found when it was imported
+    for chatty in ("c10d-NullHandler-dcp_logger", "megatron"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     logging.basicConfig(level=config.monitor.log_level.upper(), handlers=[handler])
 
 

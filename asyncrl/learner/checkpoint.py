@@ -73,7 +73,7 @@ class CheckpointWriter:
         self.finish(wait=True)
         folder = checkpoint_folder(self._run_dir, manifest.step)
         log.info("saving the checkpoint of step %d", manifest.step)
-        if self._control.rank == 0:
+        if self._control.is_leader:
             if folder.exists() and not (folder / "manifest.json").exists():
                 shutil.rmtree(folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._begun = None
         folder = checkpoint_folder(self._run_dir, manifest.step)
         self._control.barrier()  # the manifest comes after the last shard
-        if self._control.rank == 0:
+        if self._control.is_leader:
             write_atomic(folder / "manifest.json", json.dumps(msgspec.to_builtins(manifest, str_keys=True), indent=1))
             prune(self._run_dir, self._keep)
         self._control.barrier()

@@ -1,7 +1,7 @@
 """What learner ranks say to each other besides tensors: a small broadcast and small reductions, over gloo.
 
-Rank 0 speaks at least once a second while it waits for a batch, so no rank ever stays longer in a call than that, and each of
-them notices SIGTERM. With one rank nothing is sent.
+One rank leads: it leases, publishes and reports. It speaks at least once a second while it waits for a batch, so no rank ever stays
+longer in a call than that, and each of them notices SIGTERM. With one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl.errors import ProcessDied
+from asyncrl.errors import EngineError, ProcessDied
 
 __all__ = ["Control", "broadcast_bytes"]
 
@@ -34,7 +34,7 @@ def broadcast_bytes(message: bytes, source: int, group: dist.ProcessGroup | None
 
 
 class Control:
-    """Agreement among the ranks of one pool.
+    """Agreement among the ranks of one pool; rank 0 leads until they elect another.
 
     Args:
         rank, world_size: of this process; timeout_s: how long a rank waits for a silent peer before it gives up.
@@ -47,7 +47,24 @@ class Control:
         self.rank = rank
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.leader = 0
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank leads."""
+        return self.rank == self.leader
+
+    def elect(self, candidate: bool) -> None:
+        """The lowest rank that is a candidate leads from now on; collective.
+
+        Raises:
+            EngineError: no rank is one.
+        """
+        found = self._reduce(self.rank if candidate else self.world_size, dist.ReduceOp.MIN)
+        if found == self.world_size:
+            raise EngineError(f"a source leads the ranks of a learner; none of {self.world_size} says is_mp_source")
+        self.leader = found
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says yes."""
@@ -62,11 +79,11 @@ class Control:
         self._reduce(0, dist.ReduceOp.MAX)
 
     def broadcast(self, message: bytes) -> bytes:
-        """Rank 0's message on every rank; the others' argument is ignored."""
+        """The leader's message on every rank; the others' argument is ignored."""
         if self.world_size == 1:
             return message
         try:
-            return bytes(broadcast_bytes(message, 0, self._group))
+            return bytes(broadcast_bytes(message, self.leader, self._group))
         except RuntimeError as error:
             raise self._gone(error) from error
 

@@ -52,7 +52,7 @@ def pair_cost(engine: Engine, control: Control, config: Config, model_dir: str) 
 
 
 def measured_ratio(engine: Engine, control: Control, *, cap_tokens: int, longest_tokens: int, vocab_size: int) -> float | None:
-    """Times forward passes of random rows; rank 0's clock decides for all.
+    """Times forward passes of random rows; the leader's clock decides for all.
 
     None, with the reason in the log, where passes take too long to try or their times do not tell tokens from pairs.
     """
@@ -65,7 +65,7 @@ def measured_ratio(engine: Engine, control: Control, *, cap_tokens: int, longest
         one_row = probes[0][:1]
         _pass_s(engine, one_row)
         expected_s = _pass_s(engine, one_row) * len(probes[0])
-        if control.any(control.rank == 0 and expected_s > MAX_PASS_S):
+        if control.any(control.is_leader and expected_s > MAX_PASS_S):
             log.info("cost of attention from operation counts: a pass over %d tokens takes too long to try", cap_tokens)
             return None
         rounds = [[_pass_s(engine, probe) for probe in probes] for _ in range(1 + ROUNDS)][1:]

@@ -119,7 +119,7 @@ class Engine(abc.ABC):
     @property
     @abc.abstractmethod
     def is_mp_source(self) -> bool:
-        """Whether this rank fetches rows for its replica and returns results; one rank of each replica, rank 0 among them."""
+        """Whether this rank fetches rows for its replica and returns results; one rank of each replica."""
 
     @abc.abstractmethod
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

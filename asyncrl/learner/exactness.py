@@ -16,9 +16,10 @@ from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.packing import pack
 from asyncrl.learner.probe_rows import probe_row
 
-__all__ = ["Probe", "check_exact", "probe_of"]
+__all__ = ["TOLERANCE", "Probe", "check_exact", "probe_of"]
 
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}  # nats, or units of a value
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+"""By compute precision, in nats or units of a value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ def check_exact(packed: PackedModel, probe: Probe, device: torch.device) -> None
     Raises:
         UnsupportedError: attention leaks between packed sequences, or the head does more than one matrix product.
     """
-    limit = _TOLERANCE[packed.compute_dtype]
+    limit = TOLERANCE[packed.compute_dtype]
     worst = (packed.predict(probe.micro.to(device)).cpu() - probe.expected).abs().max().item()
     if not worst < limit:
         raise UnsupportedError(

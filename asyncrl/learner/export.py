@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from asyncrl.config import LearnerConfig
@@ -23,9 +22,10 @@ from asyncrl.config.run_dir import RunDir
 from asyncrl.errors import DataError
 from asyncrl.learner.adapters import add_adapters, scale_of
 from asyncrl.learner.checkpoint import read_manifest
-from asyncrl.learner.fsdp2_state import WEIGHTS, check_fits, trained_parameters, weight_key
+from asyncrl.learner.fsdp2_state import trained_parameters, weight_key
 from asyncrl.learner.hf_model import load_model
 from asyncrl.learner.hf_names import FileNames, file_tensors
+from asyncrl.learner.state_files import WEIGHTS, check_fits, known_entries
 
 __all__ = ["export_checkpoint"]
 
@@ -65,12 +65,10 @@ def _tensors(model_dir: Path, checkpoint: Path, settings: LearnerConfig, dtype: 
     if settings.lora_rank:
         add_adapters(model, settings.lora_rank, settings.lora_alpha)
     trained = {weight_key(name): parameter.detach() for name, parameter in trained_parameters(model)}
-    reader = FileSystemReader(str(checkpoint))
-    known = reader.read_metadata().state_dict_metadata
-    check_fits(trained, {key: entry for key, entry in known.items() if key.startswith(WEIGHTS)}, checkpoint)
+    check_fits(trained, {key: entry for key, entry in known_entries(checkpoint).items() if key.startswith(WEIGHTS)}, checkpoint)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what no_dist asks for
-        load(trained, storage_reader=reader, no_dist=True)
+        load(trained, checkpoint_id=str(checkpoint), no_dist=True)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     yield from file_tensors(parameters, files, scale=scale_of(settings), dtype=dtype, whole=lambda tensor: tensor)
     kept = model.state_dict()

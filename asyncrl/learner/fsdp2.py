@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.config.layout import LORA_TENSOR, MOE_TENSOR, SHARDS_TENSOR, TENSOR_SEQUENCE
-from asyncrl.config.refusals import CONTEXT_PARALLEL, EXPERT_PARALLEL, PIPELINE_PARALLEL, ROUTER_REPLAY, TURNS_ON_ONE_GPU
+from asyncrl.config.engine_options import LEFT_OUT
+from asyncrl.config.layout_fsdp2 import LORA_TENSOR, MOE_TENSOR, SHARDS_TENSOR, TENSOR_SEQUENCE
+from asyncrl.config.refusals import ROUTER_REPLAY, TURNS_ON_ONE_GPU
 from asyncrl.learner.batch import LossFunction, MicroBatch
 from asyncrl.learner.capabilities import Capabilities
 from asyncrl.learner.fsdp2_base import FSDP2Base
@@ -35,9 +36,7 @@ def _capabilities(model: str) -> Capabilities:
             SHARDS_TENSOR,
             LORA_TENSOR,
             MOE_TENSOR,
-            PIPELINE_PARALLEL,
-            CONTEXT_PARALLEL,
-            EXPERT_PARALLEL,
+            *LEFT_OUT["fsdp2"].values(),
             ROUTER_REPLAY,
             TURNS_ON_ONE_GPU,
         ),

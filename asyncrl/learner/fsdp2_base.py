@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from asyncrl.config.engine_options import check_engine_options
 from asyncrl.config.layout import Layout, check_layout, check_model_layout, check_router_loss
 from asyncrl.learner.adapters import adapters_off, add_adapters, scale_of
 from asyncrl.learner.batch import Batch, BatchOutput, LossFunction, MicroBatch
@@ -62,6 +63,7 @@ class FSDP2Base(Engine):
         """Loads the model on every rank, proves packing exact on it, divides and shards it; proves it again where replicas share work."""
         settings = self.spec.learner
         layout = replace(Layout.of(settings), ranks=dist.get_world_size())
+        check_engine_options(settings)
         check_layout(layout)
         self.meshes = meshes_of(self.device.type, layout)
         self._checkpoint_group = dist.new_group(backend="gloo")  # a thread writes checkpoints while others compute

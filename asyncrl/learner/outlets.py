@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class RunOutlets:
-    """The outlets of one rank; publisher and metrics live on rank 0 alone.
+    """The outlets of one rank; publisher and metrics live on the leader alone.
 
     Args:
         config, facts, run_dir: of the run; engine, control: of this rank; step: training steps in the starting weights.
@@ -35,7 +35,7 @@ class RunOutlets:
         self._engine = engine
         self._control = control
         self._checkpoints = CheckpointWriter(engine, control, run_dir, config.launch.keep_checkpoints)
-        first = control.rank == 0
+        first = control.is_leader
         self._publisher = Publisher(config, facts, run_dir) if first else None
         self._writer = MetricsWriter(run_dir, config.monitor.tensorboard, step) if first else None
 

@@ -1,12 +1,12 @@
 """The loop of a learner rank::
 
-    rank 0   lease ──> plan ──> order ─┬─> fetch ──> share ──> train ──> commit ──> publish ──> metrics ──> checkpoint ──> lease …
-    rank r             (wait)   order ─┴─> fetch ──> share ──> train ─────────────> (drain)               ─> checkpoint ──> (wait)
+    leader   lease ──> plan ──> order ─┬─> fetch ──> share ──> train ──> commit ──> publish ──> metrics ──> checkpoint ──> lease …
+    others             (wait)   order ─┴─> fetch ──> share ──> train ─────────────> (drain)               ─> checkpoint ──> (wait)
 
-Consumes leases (rank 0) and payloads (the source rank of each replica, which shares them with its other ranks) of the queue; produces
-commits, published versions, metrics and checkpoints. Rank 0 waits for the queue, which the generators unblock; the others wait for
-rank 0, which sends an order at least once a second, and for their source, which the queue unblocks. A stop is agreed by all ranks:
-between orders, or between micro-batches while no optimizer step has happened yet; then the lease goes back untrained.
+Consumes leases (the leader) and payloads (the source rank of each replica, which shares them with its other ranks) of the queue; produces
+commits, published versions, metrics and checkpoints. The leader is the first source. It waits for the queue, which the generators unblock;
+the others wait for the leader, which sends an order at least once a second, and for their source, which the queue unblocks. A stop is
+agreed by all ranks: between orders, or between micro-batches while no optimizer step has happened yet; then the lease goes back untrained.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Ending(enum.StrEnum):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What rank 0 tells the others: wait on, train a plan over these groups, or end."""
+    """What the leader tells the others: wait on, train a plan over these groups, or end."""
 
     plan: StepPlan | None = None
     groups: tuple[GroupMeta, ...] = ()
@@ -60,7 +60,7 @@ class Outlets(Protocol):
         """Brings the weights to the generators."""
 
     def metrics(self, values: dict[str, Any]) -> None:
-        """Keeps a step's metrics (rank 0 alone has any)."""
+        """Keeps a step's metrics (the leader alone has any)."""
 
     def checkpoint(self, step: int, frontier: Frontier | None, synced: bool = True) -> None:
         """Begins to save the weights with the frontier that belongs to them; ``synced``: whole is when the disk has it."""
@@ -92,7 +92,7 @@ class Pool:
         on_version: told each new version (for the log).
 
     Raises:
-        EngineError: rank 0, which leases and reports, is not the source of its replica.
+        EngineError: the leader, which leases and reports, is not the source of its replica.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class Pool:
         quadratic: float,
         on_version: Callable[[int], None],
     ) -> None:
-        if control.rank == 0 and not worker.engine.is_mp_source:
-            raise EngineError("rank 0 leases and reports, and is the source of its replica; met is_mp_source = False on it")
+        if control.is_leader and not worker.engine.is_mp_source:
+            raise EngineError(f"a source leases and reports; learner-{control.rank} leads with is_mp_source = False")
         self._config = config
         self._worker = worker
         self._control = control
@@ -148,7 +148,7 @@ class Pool:
         return ending
 
     def _turn(self) -> Ending | None:
-        leased = self._lease() if self._control.rank == 0 else None
+        leased = self._lease() if self._control.is_leader else None
         order = self._next_order(leased)
         if order.plan is None:
             return order.ending
@@ -159,7 +159,7 @@ class Pool:
         try:
             result = self._worker.train_step(order.plan, groups, self._asked)
         except StepAbandoned:
-            if self._control.rank == 0:
+            if self._control.is_leader:
                 self._source.give_back(self.step)
             log.info("gave the batch of step %d back untrained", self.step)
             return Ending.ASKED
@@ -175,13 +175,13 @@ class Pool:
             self._source.give_back(self.step, damaged)
         if not self._control.any(bool(damaged)):
             return groups
-        if self._control.rank == 0:
+        if self._control.is_leader:
             self._source.give_back(self.step)
         return None
 
     @property
     def _source(self) -> BatchSource:
-        assert self._queue is not None  # sources alone ask it, and rank 0 is one
+        assert self._queue is not None  # sources alone ask it, and the leader is one
         return self._queue
 
     def _lease(self) -> _Leased | None:
@@ -192,7 +192,7 @@ class Pool:
         return _Leased(lease=lease, blocked=blocked, wait_s=time.monotonic() - started_s)
 
     def _tick(self) -> bool:
-        """Rank 0 between two waits: agrees on a stop, else tells the others to wait on."""
+        """The leader between two waits: agrees on a stop, else tells the others to wait on."""
         if self._asked():
             return True
         self._control.broadcast(_encode(Order()))
@@ -202,8 +202,8 @@ class Pool:
         return self._control.any(self._stop)
 
     def _next_order(self, leased: _Leased | None) -> Order:
-        """Rank 0 sends what follows from its lease; the others listen until something follows."""
-        if self._control.rank == 0:
+        """The leader sends what follows from its lease; the others listen until something follows."""
+        if self._control.is_leader:
             if leased is None:
                 return Order(ending=Ending.ASKED)  # the vote has told the others already
             if self._asked():
@@ -216,7 +216,7 @@ class Pool:
         while True:
             if self._asked():
                 return Order(ending=Ending.ASKED)
-            order = _decode(self._control.broadcast(b""))
+            order = _decode(self._control.broadcast(b""), f"learner-{self._control.leader}")
             if order.plan is not None or order.ending is not None:
                 return order
 
@@ -237,7 +237,7 @@ class Pool:
 
     def _settle(self, plan: StepPlan, result: StepResult | None, leased: _Leased | None, train_s: float) -> Ending | None:
         """Everything after the optimizer: commit, publish, metrics, checkpoint, and whether the run is over."""
-        committed = self._source.commit(self.step) if self._control.rank == 0 else None
+        committed = self._source.commit(self.step) if self._control.is_leader else None
         self.step += 1
         self._on_version(self.step)
         if result is not None:
@@ -263,13 +263,13 @@ class Pool:
 
     def _finish_checkpoint(self, *, wait: bool) -> None:
         oldest = self._outlets.finish_checkpoint(wait=wait)
-        if oldest is not None and self._control.rank == 0:
+        if oldest is not None and self._control.is_leader:
             self._source.checkpointed(oldest)
 
     def _report(
         self, plan: StepPlan, result: StepResult | None, leased: _Leased | None, committed: Committed | None, train_s: float
     ) -> bool:
-        """Writes metrics on rank 0; whether the target reward is reached."""
+        """Writes metrics on the leader; whether the target reward is reached."""
         packed = self._control.total(result.packed_tokens if result is not None else 0)  # sources alone: each replica once
         if leased is None or committed is None or result is None:
             return False
@@ -286,8 +286,8 @@ def _encode(order: Order) -> bytes:
     return msgspec.msgpack.encode(order)
 
 
-def _decode(message: bytes) -> Order:
+def _decode(message: bytes, sender: str) -> Order:
     try:
         return msgspec.msgpack.decode(message, type=Order)
     except msgspec.DecodeError as error:
-        raise ProcessDied(f"learner-0 sends orders; met {len(message)} bytes that are none: {error}", process="learner-0") from error
+        raise ProcessDied(f"{sender} sends orders; met {len(message)} bytes that are none: {error}", process=sender) from error

@@ -52,7 +52,10 @@ class EngineRegistry:
     """
 
     _classes: ClassVar[dict[EngineKey, type[Engine]]] = {}
-    _backends: ClassVar[dict[str, Backend]] = {"fsdp2": Backend(module="asyncrl.learner.fsdp2", extra="learner")}
+    _backends: ClassVar[dict[str, Backend]] = {
+        "fsdp2": Backend(module="asyncrl.learner.fsdp2", extra="learner"),
+        "megatron": Backend(module="asyncrl.learner.megatron.engine", extra="megatron"),
+    }
 
     @classmethod
     def register(cls, *, model_type: str, backend: str, devices: tuple[str, ...], vendor: str = "") -> Callable[[_E], _E]:
@@ -107,7 +110,7 @@ class EngineRegistry:
             return ""
         try:
             importlib.import_module(place.module)
-        except (ImportError, OSError) as error:  # a shared library that is missing is an OSError
+        except (ImportError, OSError, UnsupportedError) as error:  # also a shared library that is missing, a version that does not fit
             return f"{type(error).__name__}: {error} (pip install 'asyncrl[{place.extra}]')"
         return ""
 

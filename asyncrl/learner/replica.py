@@ -38,7 +38,7 @@ class Replica:
     """This rank among those that train the same rows; an engine without model parallelism is alone in its replica.
 
     Args:
-        engine: initialized; all ranks of a replica make this together.
+        engine: initialized; all ranks of the learner make this together.
         timeout_s: how long a rank waits for a silent source before it gives up.
 
     Raises:
@@ -56,7 +56,9 @@ class Replica:
         ranks = dist.get_process_group_ranks(engine.model_parallel_group)
         self._rank = dist.get_rank()
         # a group of its own: the engine's may have no side for CPU tensors, and waits far longer for a peer that is gone
-        self._group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True)
+        for replica in _replicas(ranks):
+            group = dist.new_group(replica, timeout=timedelta(seconds=timeout_s), backend="gloo")
+            self._group = group if replica == ranks else self._group
         flags = [torch.zeros(1, dtype=torch.int64) for _ in ranks]
         dist.all_gather(flags, torch.tensor([int(self.is_source)]), group=self._group)
         sources = [rank for rank, flag in zip(ranks, flags, strict=True) if flag.item()]
@@ -117,3 +119,13 @@ class Replica:
 
     def _gone(self, error: RuntimeError) -> ProcessDied:
         return ProcessDied(f"a rank of the replica of learner-{self._rank} is gone: {error}", process="learner")
+
+
+def _replicas(ranks: list[int]) -> list[list[int]]:
+    """The ranks of every replica, in one order on all ranks of the learner, of which each gives those of its own.
+
+    torch names a group that only its members make after the number of groups that a member knows, which stages of a pipeline differ in.
+    """
+    found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(found, ranks)
+    return sorted(replica for rank, replica in enumerate(found) if rank == replica[0])

@@ -1,4 +1,4 @@
-"""Where a pool's batches come from: the queue, seen from rank 0 (leases, commits) and from every source rank (payloads).
+"""Where a pool's batches come from: the queue, seen from the leader (leases, commits) and from every source rank (payloads).
 
 Consumes leases and payloads of the broker; waits for it in slices of a second, each with the reason in the log every ten.
 """

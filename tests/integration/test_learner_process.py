@@ -43,10 +43,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def new_run(tmp_path: Path, *, ranks: int = 1, **launch: Any) -> RunDir:
+def new_run(tmp_path: Path, *, ranks: int = 1, learner: dict[str, Any] | None = None, **launch: Any) -> RunDir:
     run_dir = RunDir(tmp_path / "run")
     run_dir.logs.mkdir(parents=True)
-    options = OPTIONS | {"launch": OPTIONS["launch"] | launch, "learner": OPTIONS["learner"] | {"ranks": ranks}}
+    options = OPTIONS | {"launch": OPTIONS["launch"] | launch, "learner": OPTIONS["learner"] | {"ranks": ranks} | (learner or {})}
     run_dir.write_config(Config.model_validate(options))
     write_facts(run_dir, tiny_model_dir(tmp_path / "model", tied=True), incarnation=0)
     return run_dir
@@ -211,6 +211,30 @@ def test_two_ranks_train_together_and_end_on_sigterm_with_a_checkpoint(tmp_path:
     with pytest.raises(DataError, match="holds other files"):
         export_checkpoint(run_dir, run_dir.path)
     assert run_dir.config_file.exists()
+
+
+def test_a_pipeline_trains_led_by_its_last_stage_and_goes_on_under_tensor_parallelism(tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    run_dir = new_run(tmp_path, ranks=2, learner={"engine": "megatron", "pipeline_parallel": 2}, steps=3, checkpoint_every=2)
+    with running(run_dir, ranks=2) as processes:
+        assert [processes[f"learner-{rank}"].wait(START_S) for rank in (0, 1)] == [0, 0], log_of(run_dir) + log_of(run_dir, "learner-1")
+    lines = metrics_of(run_dir)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["trained_tokens"] == 16 and line["reward_mean"] == 0.5 and line["grad_norm"] > 0 for line in lines)
+    assert "published version 2" in log_of(run_dir, "learner-1") and "published" not in log_of(run_dir)
+    latest = run_dir.latest_checkpoint()
+    assert latest is not None and read_manifest(latest).frontier.trained == 6
+    AutoModelForCausalLM.from_pretrained(run_dir.export)
+
+    write_facts(run_dir, run_dir.read_facts().model_dir, incarnation=1, checkpoint=str(latest))
+    config = run_dir.read_config()
+    learner = config.learner.model_copy(update={"pipeline_parallel": 1, "tensor_parallel": 2})
+    run_dir.write_config(config.model_copy(update={"learner": learner, "launch": config.launch.model_copy(update={"steps": 4})}))
+    with running(run_dir, ranks=2) as processes:
+        assert [processes[f"learner-{rank}"].wait(START_S) for rank in (0, 1)] == [0, 0], log_of(run_dir) + log_of(run_dir, "learner-1")
+    assert [line["step"] for line in metrics_of(run_dir)] == [1, 2, 3, 4]
+    assert "published" in log_of(run_dir) and run_dir.export.is_dir()
 
 
 def test_b51_a_queue_that_dies_ends_the_learner_with_its_endpoint_in_the_last_line(tmp_path: Path):

@@ -1,5 +1,6 @@
 """Four ranks in two replicas of two: two prompts with three responses each, two epochs of one mini-batch, micro-batches of one trajectory.
 
+The source of a replica is its first rank once, and once, as in a pipeline, its last, so that rank 1 leads.
 Who fetches, who trains which trajectory, what returns, how many optimizer updates; and that nothing is counted twice or awaited in vain.
 Everything runs in one set of processes, whose notes the tests read.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from learner_support import one_rank, run_ranks, spec, tiny_model_dir, trajectory
 
 from asyncrl.algorithms.losses import Denominators
@@ -76,6 +78,11 @@ class Observed(FSDP2Engine):
 
     micro_batches: list[int]
     steps: int
+    source: int  # place of the source in its replica
+
+    @property
+    def is_mp_source(self) -> bool:
+        return dist.get_rank() % 2 == self.source
 
     def forward_backward_batch(self, batch: Batch, loss: LossFunction | None, **options: Any) -> BatchOutput:
         return super().forward_backward_batch(batch, loss and Listening(loss, self.micro_batches), **options)
@@ -114,10 +121,10 @@ class ObservedWorker(TrainingWorker):
 
 
 class OneDamage:
-    """The queue of one rank: at rank 2 the first payload is damaged."""
+    """The queue of one rank: in the second replica the first payload is damaged."""
 
     def __init__(self, rank: int, notes: Notes) -> None:
-        self.damaged = [(1, 0, "checksum")] if rank == 2 else []
+        self.damaged = [(1, 0, "checksum")] if rank in (2, 3) else []
         self.notes = notes
         notes |= {"fetched": [], "returned": []}
 
@@ -160,11 +167,22 @@ class Metrics:
 
 
 def _rank(rank: int, world: int, model_dir: str, out: str) -> None:
+    control = Control(rank, world, 120.0)
+    none = raised(lambda: control.elect(False), EngineError)
+    last, _ = _run(rank, 1, control, model_dir)
+    first, worker = _run(rank, 0, control, model_dir)
+    control.barrier()
+    if rank == 3:  # its source has ended
+        first["gone"] = raised(lambda: worker.replica.groups(timeout), ProcessDied)
+    Path(f"{out}.{rank}").write_text(json.dumps([first | {"no source": none}, last]))
+
+
+def _run(rank: int, source: int, control: Control, model_dir: str) -> tuple[Notes, ObservedWorker]:
     notes: Notes = {}
     engine = Observed(spec(model_dir, tensor_parallel=2, micro_batch_tokens=10, shared_prompt=False, warmup_steps=0))
     engine.initialize()
-    engine.micro_batches, engine.steps = [], 0
-    control = Control(rank, world, 120.0)
+    engine.micro_batches, engine.steps, engine.source = [], 0, source
+    control.elect(engine.is_mp_source)
     cost_probe.MAX_PASS_S, cost_probe.fitted_ratio = 60.0, lambda timings: len(timings) + 0.1 * rank  # as if each clock ran otherwise
     notes["pair_cost"] = cost_probe.pair_cost(engine, control, Config.model_validate(OPTIONS), model_dir)
     worker, outlets = ObservedWorker(engine, notes), Metrics()
@@ -184,10 +202,7 @@ def _rank(rank: int, world: int, model_dir: str, out: str) -> None:
     notes["weights"] = sum(float(tensor.double().abs().sum()) for _, tensor in engine.named_tensors())
     notes["failure"] = raised(lambda: worker.replica.groups(timeout), (PeerTimeout, ProcessDied))
     notes["two sources"] = raised(lambda: Replica(Claims(engine), 120.0), EngineError)
-    control.barrier()
-    if rank == 3:  # its source has ended
-        notes["gone"] = raised(lambda: worker.replica.groups(timeout), ProcessDied)
-    Path(f"{out}.{rank}").write_text(json.dumps(notes))
+    return notes, worker
 
 
 def timeout() -> Fetched:
@@ -215,10 +230,24 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> list[Notes]:
+def both(tmp_path_factory: pytest.TempPathFactory, model_dir: str) -> list[list[Notes]]:
     out = tmp_path_factory.mktemp("ranks") / "notes"
     run_ranks(4, _rank, model_dir, str(out))
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(4)]
+
+
+@pytest.fixture(params=[0, 1], ids=["first rank is source", "last rank is source"])
+def source(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def ranks(both: list[list[Notes]], source: int) -> list[Notes]:
+    return [runs[source] for runs in both]
+
+
+def on_sources(source: int, first: Any, second: Any, elsewhere: Any = None) -> list[Any]:
+    return [first, elsewhere, second, elsewhere] if source == 0 else [elsewhere, first, elsewhere, second]
 
 
 def test_ranks_0_and_1_train_trajectories_0_to_2_and_ranks_2_and_3_the_others(ranks: list[Notes]):
@@ -226,15 +255,15 @@ def test_ranks_0_and_1_train_trajectories_0_to_2_and_ranks_2_and_3_the_others(ra
     assert [notes["trained"] for notes in ranks] == [[first], [first], [second], [second]]
 
 
-def test_only_sources_fetch_and_a_damaged_payload_is_given_back_once(ranks: list[Notes]):
-    assert [notes.get("fetched") for notes in ranks] == [[[0], [0]], None, [[1], [1]], None]
-    assert [notes.get("returned") for notes in ranks] == [[[]], None, [[1]], None]
+def test_only_sources_fetch_and_a_damaged_payload_is_given_back_once(ranks: list[Notes], source: int):
+    assert [notes.get("fetched") for notes in ranks] == on_sources(source, [[0], [0]], [[1], [1]])
+    assert [notes.get("returned") for notes in ranks] == on_sources(source, [[]], [[1]])
 
 
-def test_only_sources_return_results_and_log_probs(ranks: list[Notes]):
-    assert [notes["result"] for notes in ranks] == [[2, 60], None, [2, 60], None]
-    assert [notes["scored"] for notes in ranks] == [3, 0, 3, 0]
-    assert [len(notes["metrics"]) for notes in ranks] == [1, 0, 0, 0]
+def test_only_sources_return_results_and_log_probs_and_the_first_of_them_reports(ranks: list[Notes], source: int):
+    assert [notes["result"] for notes in ranks] == on_sources(source, [2, 60], [2, 60])
+    assert [notes["scored"] for notes in ranks] == on_sources(source, 3, 3, 0)
+    assert [len(notes["metrics"]) for notes in ranks] == on_sources(source, 1, 0, 0)
 
 
 def test_two_epochs_of_three_micro_batches_are_two_optimizer_updates_and_not_six(ranks: list[Notes]):
@@ -242,36 +271,44 @@ def test_two_epochs_of_three_micro_batches_are_two_optimizer_updates_and_not_six
     assert [notes["micro_batches"] for notes in ranks] == [[10] * 6] * 4
 
 
-def test_no_replica_is_counted_twice(ranks: list[Notes], model_dir: str):
-    (line,) = ranks[0]["metrics"]
-    assert (line["packed_tokens"], line["trained_tokens"], line["updates"]) == (120, 36, 2)
+@pytest.fixture(scope="module")
+def alone(model_dir: str) -> tuple[StepResult, float]:
+    """The same step on one rank, and the sum of its weights."""
     one_rank()
     engine = FSDP2Engine(spec(model_dir, micro_batch_tokens=10, shared_prompt=False, warmup_steps=0))
     engine.initialize()
-    alone = TrainingWorker(engine, Config.model_validate(OPTIONS).algorithm)
+    worker = TrainingWorker(engine, Config.model_validate(OPTIONS).algorithm)
     some = PlanSettings(replicas=1, mini_batches=1, keep_no_signal=False, shared_prompt=False, quadratic=0.0)
-    result = alone.train_step(plan_step(0, [g.meta() for g in prompts().values()], some, recompute=True), prompts(), lambda: False)
+    result = worker.train_step(plan_step(0, [g.meta() for g in prompts().values()], some, recompute=True), prompts(), lambda: False)
     assert result is not None
+    return result, sum(float(tensor.double().abs().sum()) for _, tensor in engine.named_tensors())
+
+
+def test_no_replica_is_counted_twice(ranks: list[Notes], source: int, alone: tuple[StepResult, float]):
+    (line,) = ranks[source]["metrics"]
+    assert (line["packed_tokens"], line["trained_tokens"], line["updates"]) == (120, 36, 2)
+    result, total = alone
     for name in ("loss", "grad_norm", "entropy", "mismatch_kl", "drift"):
         assert line[name] == pytest.approx(result.statistics[name], rel=1e-4, abs=1e-6), name
-    total = sum(float(tensor.double().abs().sum()) for _, tensor in engine.named_tensors())
     assert [notes["weights"] for notes in ranks] == pytest.approx([total] * 4, rel=1e-6)
 
 
-def test_all_ranks_take_the_price_of_a_pair_that_rank_0_measured(ranks: list[Notes]):
-    assert [notes["pair_cost"] for notes in ranks] == [2.0] * 4  # from passes of rows of 10 and of 2
+def test_all_ranks_take_the_price_of_a_pair_that_the_leader_measured(ranks: list[Notes], source: int):
+    assert [notes["pair_cost"] for notes in ranks] == [2.0 + 0.1 * source] * 4  # from passes of rows of 10 and of 2
 
 
-def test_a_source_that_fails_says_so_to_its_replica(ranks: list[Notes]):
-    assert ranks[0]["failure"] == ranks[2]["failure"] == "PeerTimeout: no answer within 1 s"
-    for rank in (1, 3):
-        expected = f"ProcessDied: learner-{rank - 1} fetches for learner-{rank} and failed: PeerTimeout: no answer within 1 s"
-        assert ranks[rank]["failure"] == expected
+def test_a_source_that_fails_says_so_to_its_replica(ranks: list[Notes], source: int):
+    for replica in (0, 2):
+        fetches, waits = replica + source, replica + 1 - source
+        assert ranks[fetches]["failure"] == "PeerTimeout: no answer within 1 s"
+        expected = f"ProcessDied: learner-{fetches} fetches for learner-{waits} and failed: PeerTimeout: no answer within 1 s"
+        assert ranks[waits]["failure"] == expected
 
 
-def test_a_source_that_is_gone_is_noticed(ranks: list[Notes]):
-    assert ranks[3]["gone"].startswith("ProcessDied: a rank of the replica of learner-3 is gone")
+def test_a_source_that_is_gone_is_noticed(both: list[list[Notes]]):
+    assert both[3][0]["gone"].startswith("ProcessDied: a rank of the replica of learner-3 is gone")
 
 
-def test_a_replica_has_one_source(ranks: list[Notes]):
-    assert ranks[1]["two sources"] == "EngineError: one rank of a replica is its source; met [0, 1] among [0, 1]"
+def test_a_replica_has_one_source_and_a_learner_at_least_one(both: list[list[Notes]]):
+    assert both[1][0]["two sources"] == "EngineError: one rank of a replica is its source; met [0, 1] among [0, 1]"
+    assert both[1][0]["no source"] == "EngineError: a source leads the ranks of a learner; none of 4 says is_mp_source"

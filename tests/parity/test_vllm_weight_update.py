@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM
 
 vllm = pytest.importorskip("vllm")
 
+from engines.ranks import RankPool  # noqa: E402
+from export_ranks import Order, train_and_export  # noqa: E402
 from export_support import LORA  # noqa: E402
 from vllm_support import Rig  # noqa: E402
 
@@ -64,6 +66,34 @@ def test_three_updates_in_a_row_land_in_mid_generation_and_each_segment_matches_
     long = next(result for result in results if len(result.version_spans) >= 2)
     wrong = rig.reference(long, long.version_spans[0].version)[long.version_spans[1].start :]
     assert float(np.abs(long.logprobs[long.version_spans[1].start :] - wrong).max()) > 0.05
+
+
+def test_what_a_divided_megatron_model_hands_out_in_mid_training_is_sampled_with_its_own_log_probs(rig):
+    divided = "pipeline_parallel" if rig.tied else "tensor_parallel"  # a tied pipeline has embedding and head on different ranks
+    order = Order(model_dir=str(rig.model_dir), learner={"engine": "megatron", "ranks": 2, divided: 2, "micro_batch_tokens": 512})
+    ranks, version = RankPool(most_ranks=2, device="cpu", collectives="gloo"), next_version(rig)
+    try:
+        exported = one(ranks.run(f"{divided} exports", 2, train_and_export, order))
+        weights = {name: torch.from_numpy(tensor) for name, tensor in exported.weights.items()}
+        model = AutoModelForCausalLM.from_pretrained(rig.model_dir, dtype=torch.float32)
+        model.load_state_dict(weights | {name: weights[carrier] for name, carrier in exported.ties.items()})
+        rig.models[version] = model
+        rig.run(rig.update(version))
+        results = rig.run(sample_through(rig, [], number=8))
+        rows = tuple(((*result.prompt_ids, *result.token_ids.tolist()), len(result.prompt_ids)) for result in results)
+        scored = one(ranks.run(f"{divided} scores", 2, train_and_export, replace(order, rows=rows))).logprobs
+    finally:
+        ranks.close()
+    assert max(rig.worst_error(result) for result in results) < TOLERANCE
+    assert max(float(np.abs(result.logprobs - own).max()) for result, own in zip(results, scored, strict=True)) < TOLERANCE
+    before = max(float(np.abs(result.logprobs - rig.reference(result, version - 1)).max()) for result in results)
+    assert before > 0.05, "training shows"
+
+
+def one(answers):
+    """The answer of the only source."""
+    (answer,) = [answer for answer in answers if answer is not None]
+    return answer
 
 
 def test_cuts_under_pause_give_the_same_spans_as_the_engine_itself(rig):

@@ -255,10 +255,10 @@ def test_b31_a_batch_from_the_future_is_refused_before_it_is_trained():
     assert "train 0" not in world.events
 
 
-def test_rank_0_must_be_the_source_of_its_replica():
+def test_the_leader_must_be_the_source_of_its_replica():
     engine = FakeEngine()
     engine.is_mp_source = False
-    with pytest.raises(EngineError, match="rank 0 leases and reports"):
+    with pytest.raises(EngineError, match="a source leases and reports; learner-0 leads"):
         World({}, engine=engine)
 
 

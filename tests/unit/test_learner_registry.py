@@ -55,6 +55,16 @@ def test_a_backend_that_does_not_import_shows_its_true_error(registry: type[Engi
         registry.find(model_type="language_model", backend="broken", device="cpu")
 
 
+def test_a_backend_whose_package_has_a_version_that_does_not_fit_says_so(registry: type[EngineRegistry], tmp_path, monkeypatch):
+    (tmp_path / "engine_of_another_version.py").write_text(
+        "from asyncrl.errors import UnsupportedError\nraise UnsupportedError('package is 1.0 or 2.0; met 3.0')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._backends["broken"] = Backend(module="engine_of_another_version", extra="learner")
+    with pytest.raises(UnsupportedError, match=r"met 3.0 \(pip install 'asyncrl\[learner\]'\)"):
+        registry.find(model_type="language_model", backend="broken", device="cpu")
+
+
 def test_fsdp2_registers_itself_for_cpu_and_cuda():
     for device in ("cpu", "cuda"):
         assert EngineRegistry.find(model_type="language_model", backend="fsdp2", device=device).__name__ == "FSDP2Engine"
@@ -77,13 +87,13 @@ def test_the_matrix_has_a_row_for_each_class_and_each_module_that_does_not_impor
     text = as_text([first, broken])
     assert "  registered   language_model on cpu, cuda\n" in text and "  imports      no: ModuleNotFoundError" in text
     assert "  refused      A with B: no C; nearest that works: A\n" in text
-    assert "  learner.engine=megatron, mindspeed_megatron, torchtitan, veomni, automodel: no engine of this name is built; " in text
+    assert "  learner.engine=mindspeed_megatron, torchtitan, veomni, automodel: no engine of this name is built; " in text
 
 
 def test_the_command_prints_each_engine_as_it_is_here(capsys: pytest.CaptureFixture[str]):
     assert main(["engines", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    (fsdp2,) = [row for row in printed["engines"] if "language_model" in row["model_types"]]
+    fsdp2 = next(row for row in printed["engines"] if row["backend"] == "fsdp2" and "language_model" in row["model_types"])
     assert (fsdp2["backend"], fsdp2["devices"], fsdp2["import_error"]) == ("fsdp2", ["cpu", "cuda"], "")
     assert "data parallel" in fsdp2["layouts"] and {"combination", "reason", "nearest"} == set(fsdp2["refused"][0])
     assert printed["refused"]["learner.device=npu"]["nearest"] == "learner.device=auto"
@@ -95,3 +105,12 @@ def test_the_command_says_what_is_missing_where_torch_is_not_installed():
     assert (done.returncode, done.stderr) == (0, "")
     assert "learner.engine=fsdp2\n  imports      no: ModuleNotFoundError: import of torch halted" in done.stdout
     assert "(pip install 'asyncrl[learner]')" in done.stdout
+
+
+def test_the_command_says_what_is_missing_where_megatron_core_is_not_installed_and_what_trains_all_the_same():
+    code = "import sys; sys.modules['megatron'] = None; from asyncrl.cli import main; sys.exit(main(['engines']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    (missing,) = [block for block in done.stdout.split("\nlearner.engine=") if block.startswith("megatron\n")]
+    assert "  imports      no: ModuleNotFoundError: " in missing and "(pip install 'asyncrl[megatron]')" in missing
+    assert "learner.engine=fsdp2\n  registered   language_model on cpu, cuda\n  imports      yes\n" in done.stdout

@@ -61,6 +61,62 @@ def _fsdp2_leak(engine: Any) -> None:
     engine.packed.register_forward_pre_hook(see_the_one_before)
 
 
+def _megatron_use_sgd(engine: Any) -> None:
+    # inside the distributed optimizer, which takes Adam alone: its shards are views, which torch takes from nobody
+    for sharded in engine.optimizer.chained_optimizers:
+        sgd = torch.optim.SGD([torch.zeros(1)], lr=engine.spec.learner.learning_rate)
+        sgd.param_groups = [sgd.defaults | {"params": group["params"]} for group in sharded.optimizer.param_groups]
+        sharded.optimizer = sgd
+
+
+def _megatron_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    from asyncrl.learner.megatron.masters import Masters
+
+    # as for fsdp2: masters, put where the export looks for what the model computes with
+    masters, parameters = Masters(engine.optimizer), [p for chunk in engine.chunks for p in chunk.parameters()]
+    compute, engine.dtype, kept = engine.dtype, torch.float32, [p.data for p in parameters]
+    for parameter in parameters:
+        parameter.data = masters.gather(parameter)["weight"]
+    yield from engine.named_tensors()
+    engine.dtype = compute
+    for parameter, data in zip(parameters, kept, strict=True):
+        parameter.data = data
+
+
+def _megatron_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from ()
+
+
+def _megatron_gradient(engine: Any, name: str) -> torch.Tensor:
+    from asyncrl.learner.megatron.weights import own_parameters
+
+    chunks = [chunk.module for chunk in engine.chunks]
+    own = own_parameters(chunks, engine.built.config, engine.parallel, value_head=engine.value)
+    (parameter,) = (parameter for entry, parameter in own if [file.name for file in entry.files] == [name])
+    return parameter.main_grad
+
+
+def _megatron_leak(engine: Any) -> None:
+    class Leaking:
+        def __init__(self, shares: Any) -> None:
+            self.shares = shares
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.shares, name)
+
+        def decode(self, chunk: Any, micro: Any) -> torch.Tensor:
+            return self.shares.decode(chunk, replace(micro, parents=(micro.segments - 1).clamp(min=0)))
+
+    engine.shares = Leaking(engine.shares)
+
+
 ADAPTERS: Mapping[str, Adapter] = {
-    "fsdp2": Adapter(use_sgd=_fsdp2_use_sgd, weights=_fsdp2_weights, low_rank=_fsdp2_low_rank, gradient=_fsdp2_gradient, leak=_fsdp2_leak)
+    "fsdp2": Adapter(use_sgd=_fsdp2_use_sgd, weights=_fsdp2_weights, low_rank=_fsdp2_low_rank, gradient=_fsdp2_gradient, leak=_fsdp2_leak),
+    "megatron": Adapter(
+        use_sgd=_megatron_use_sgd,
+        weights=_megatron_weights,
+        low_rank=_megatron_low_rank,
+        gradient=_megatron_gradient,
+        leak=_megatron_leak,
+    ),
 }

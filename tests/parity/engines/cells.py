@@ -65,4 +65,57 @@ _FSDP2 = (
     Cell(backend="fsdp2", name="MoE, SP2", ranks=2, replicas=1, model="qwen3 moe", learner={"router_loss": 0.1, "sequence_parallel": 2}),
 )
 
-CELLS: tuple[Cell, ...] = _FSDP2
+_MEGATRON = (
+    Cell(backend="megatron", name="one rank", ranks=1, replicas=1),
+    Cell(backend="megatron", name="DP2", ranks=2, replicas=2, model="qwen3 tied"),
+    Cell(backend="megatron", name="TP2", ranks=2, replicas=1, model="qwen2", learner={"tensor_parallel": 2}),
+    Cell(backend="megatron", name="TP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"tensor_parallel": 2}),
+    Cell(backend="megatron", name="TP4, more than key/value heads", ranks=4, replicas=1, learner={"tensor_parallel": 4}),
+    Cell(backend="megatron", name="PP2", ranks=2, replicas=1, model="qwen3 tied", learner={"pipeline_parallel": 2}),
+    Cell(
+        backend="megatron",
+        name="value head, PP2",
+        ranks=2,
+        replicas=1,
+        model="qwen3 value",
+        model_type="value_model",
+        learner={"pipeline_parallel": 2},
+    ),
+    Cell(backend="megatron", name="PP4", ranks=4, replicas=1, model="qwen3 deep", learner={"pipeline_parallel": 4}),
+    Cell(
+        backend="megatron",
+        name="TP2×PP2",
+        ranks=4,
+        replicas=1,
+        model="qwen3 tied",
+        learner={"tensor_parallel": 2, "pipeline_parallel": 2},
+    ),
+    Cell(backend="megatron", name="CP2", ranks=2, replicas=1, model="llama", learner={"context_parallel": 2}),
+    Cell(
+        backend="megatron",
+        name="interleaved PP2",
+        ranks=2,
+        replicas=1,
+        model="qwen3 deep",
+        learner={"pipeline_parallel": 2, "virtual_pipeline": 2},
+    ),
+    Cell(backend="megatron", name="MoE, EP2", ranks=2, replicas=2, model="qwen3 moe", learner={"router_loss": 0.1, "expert_parallel": 2}),
+    Cell(backend="megatron", name="MoE, TP2", ranks=2, replicas=1, model="qwen3 moe", learner={"router_loss": 0.1, "tensor_parallel": 2}),
+    Cell(
+        backend="megatron",
+        name="MoE, TP2×EP2",
+        ranks=4,
+        replicas=2,
+        model="qwen3 moe",
+        learner={"router_loss": 0.1, "tensor_parallel": 2, "expert_parallel": 2},
+    ),
+    Cell(
+        backend="megatron",
+        name="checkpointing",
+        ranks=2,
+        replicas=1,
+        learner={"activation_checkpointing": True, "logits_chunk_mib": 0.001, "tensor_parallel": 2},
+    ),
+)
+
+CELLS: tuple[Cell, ...] = _FSDP2 + _MEGATRON

@@ -1,4 +1,7 @@
-"""Random models of two layers, in float32, one folder for each family. Four heads over two key-value heads: enough for two shards."""
+"""Random models of two layers, one of them of four, in float32, one folder for each family.
+
+Four heads over two key-value heads: enough for two shards, and two more that share one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 __all__ = ["FAMILIES", "VOCABULARY", "write_model"]
 
 VOCABULARY = 64
-FAMILIES = ("qwen3", "qwen3 tied", "llama", "qwen3 moe", "qwen3 value")
+FAMILIES = ("qwen2", "qwen3", "qwen3 tied", "qwen3 deep", "llama", "qwen3 moe", "qwen3 value")
 
 
 def write_model(folder: Path, family: str) -> str:
@@ -27,7 +30,7 @@ def _model(family: str) -> Any:
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4 if family == "qwen3 deep" else 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -36,6 +39,13 @@ def _model(family: str) -> Any:
         # wider than the default of 0.02, at which all scores are nearly flat and a leak between sequences would hardly show
         "initializer_range": 0.05,
     }
+    if family == "qwen2":
+        del shape["head_dim"]  # its heads divide the hidden size
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+        for name, parameter in model.named_parameters():  # drawn as zeros, at which no bias would show
+            if name.endswith(".bias"):
+                torch.nn.init.normal_(parameter, std=0.05)
+        return model
     if family == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     if family == "qwen3 moe":

@@ -8,8 +8,10 @@ order and carries what ranks said, and the next order starts new ones.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -24,8 +26,9 @@ __all__ = ["RankPool", "RanksFailed"]
 START_S = 180.0
 ORDER_S = 60.0
 LEAVE_S = 10.0
-_MODELS = ("qwen3", "qwen3_moe", "llama")
-_PRELOAD = [*(f"transformers.models.{model}.modeling_{model}" for model in _MODELS), "peft", "asyncrl.learner.fsdp2"]
+_MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama")
+_ENGINES = ("asyncrl.learner.fsdp2", "asyncrl.learner.megatron.engine")
+_PRELOAD = [*(f"transformers.models.{model}.modeling_{model}" for model in _MODELS), "peft", *_ENGINES]
 
 
 class RanksFailed(AssertionError):
@@ -153,3 +156,11 @@ def _work(job: _Job, device: str) -> Any:
         return job.work(job.order)
     finally:
         torch.distributed.destroy_process_group()
+        _drop_groups()
+
+
+def _drop_groups() -> None:
+    """Each group of gloo has threads for as long as anybody holds it, and Megatron-core holds two dozen in its global state."""
+    if state := sys.modules.get("megatron.core.parallel_state"):
+        state.destroy_model_parallel()
+    gc.collect()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -96,24 +96,25 @@ class Suite:
         """One run of a cell, perhaps with a planted fault; the same one runs once a session."""
         key = str(cell), optimizer, shared_prompt, fault
         if key not in self._runs:
-            order = Order(
-                cell=cell,
-                # one percent of a gradient is less than bfloat16 rounds away
-                target=self.target if fault is None else replace(self.target, dtype="float32"),
-                model_dir=self._model(cell.model),
-                shared_prompt=shared_prompt,
-                optimizer=optimizer,
-                fault=fault,
-            )
+            order = replace(self.order(cell), shared_prompt=shared_prompt, optimizer=optimizer, fault=fault)
+            if fault is not None:  # one percent of a gradient is less than bfloat16 rounds away
+                order = replace(order, target=replace(self.target, dtype="float32"))
             name = f"{cell}, {optimizer}, shared_prompt={shared_prompt}, fault={fault}"
             self._runs[key] = self._pool.run(name, cell.ranks, work, order)
         return self._runs[key]
 
     def hop(self, cell: Cell, *, start: Path | None, step: int, end: Path) -> list[list[tuple[float, float]]]:
         """What each rank of a cell trained from one checkpoint on, past another; see :func:`engines.resharding.hop`."""
-        order = Order(cell=cell, target=self.target, model_dir=self._model(cell.model), shared_prompt=True, optimizer="adamw")
-        work = Hop(order=order, start=None if start is None else str(start), step=step, end=str(end))
+        work = Hop(order=self.order(cell), start=None if start is None else str(start), step=step, end=str(end))
         return self._pool.run(f"{cell} from step {step} of {start}", cell.ranks, hop, work)
+
+    def give(self, name: str, ranks: int, work: Callable[[Any], Any], order: Any) -> list[Any]:
+        """Any other order to the ranks; their answers."""
+        return self._pool.run(name, ranks, work, order)
+
+    def order(self, cell: Cell) -> Order:
+        """AdamW over shared prompts, nothing planted."""
+        return Order(cell=cell, target=self.target, model_dir=self._model(cell.model), shared_prompt=True, optimizer="adamw")
 
     def plain_run(self, cell: Cell, optimizer: str, *, adapters: Mapping[str, np.ndarray] | None = None) -> Run:
         """The plain process on the cell's model, with the options that change what is computed."""

@@ -1,0 +1,1 @@
+"""Megatron-core as an engine: layouts, models, weights and checkpoints under it."""
