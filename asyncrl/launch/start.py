@@ -19,7 +19,7 @@ from asyncrl.launch.models import prepare_model
 from asyncrl.launch.preflight import check_config, check_model, device_of
 
 FIXED = (
-    "recipe", "run_dir", "model", "learner.engine", "learner.lora_rank", "learner.lora_alpha", "algorithm.groups_per_step",
+    "recipe", "run_dir", "model", "learner.lora_rank", "learner.lora_alpha", "algorithm.groups_per_step",
     "queue.schedule", "queue.max_staleness",
     *(f"task.{name}" for name in TaskConfig.model_fields if name not in ("reward_timeout_s", "eval_size")),
 )  # fmt: skip

@@ -87,6 +87,12 @@ def test_what_decides_the_prompts_cannot_change_in_a_resumed_run():
         check_same_run(old, old.model_copy(update={"task": old.task.model_copy(update={"seed": 1, "shuffle": False})}))
 
 
+def test_a_resumed_run_may_go_on_under_another_engine_and_layout():
+    from asyncrl.launch.start import check_same_run
+
+    check_same_run(compose(["recipe=tiny"]), compose(["recipe=tiny", "learner=megatron", "learner.ranks=2", "learner.tensor_parallel=2"]))
+
+
 def test_what_an_adapter_counts_cannot_change_in_a_resumed_run():
     from asyncrl.launch.start import check_same_run
 
