@@ -45,3 +45,12 @@ def test_a_version_that_nothing_was_tried_on_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.17.0")
     with pytest.raises(UnsupportedError, match=r"0.16.1 or 0.19.2; met 0.17.0: pip install megatron-core==0.16.1"):
         standins.import_megatron.__wrapped__()
+
+
+def test_a_cpu_is_refused_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch):
+    standins.check_device(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    standins.check_device(torch.device("cuda"))
+    with pytest.raises(UnsupportedError, match="met device cpu beside 2 GPUs: set CUDA_VISIBLE_DEVICES to nothing"):
+        standins.check_device(torch.device("cpu"))

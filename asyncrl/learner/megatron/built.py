@@ -19,6 +19,7 @@ from asyncrl.learner.megatron.masters import Masters
 from asyncrl.learner.megatron.model import build_chunks
 from asyncrl.learner.megatron.parallel import MegatronLayout, Parallel, start_parallel
 from asyncrl.learner.megatron.router import RouterLogits
+from asyncrl.learner.megatron.standins import check_device
 from asyncrl.learner.megatron.updates import new_optimizer, replicated
 from asyncrl.learner.megatron.weights import load_weights
 
@@ -49,6 +50,7 @@ def build(spec: EngineSpec, *, device: torch.device, dtype: torch.dtype, value: 
     Raises:
         ConfigError, UnsupportedError: what cannot be dealt to the ranks, or is not built.
     """
+    check_device(device)
     settings = spec.learner
     check_engine_options(settings)
     layout = replace(Layout.of(settings), ranks=dist.get_world_size())

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from asyncrl.errors import UnsupportedError
 
-__all__ = ["VERSIONS", "import_megatron"]
+__all__ = ["VERSIONS", "check_device", "import_megatron"]
 
 VERSIONS = ("0.16.1", "0.19.2")
 
@@ -73,6 +73,15 @@ def import_megatron() -> str:
         _replace_moe()
         _replace_messages()
     return version
+
+
+def check_device(device: torch.device) -> None:
+    """Raises UnsupportedError for a CPU where torch sees CUDA, which Megatron-core would then compute on."""
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise UnsupportedError(
+            "megatron-core computes on a CPU only where torch sees no GPU; met device cpu beside "
+            f"{torch.cuda.device_count()} GPUs: set CUDA_VISIBLE_DEVICES to nothing, or learner.engine=fsdp2"
+        )
 
 
 def _version() -> str:

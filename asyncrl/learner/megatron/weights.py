@@ -101,7 +101,9 @@ def _files(folder: Path) -> dict[str, Path]:
         return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise DataError(f"learner=megatron reads safetensors files; {folder} has no model.safetensors: save the model as safetensors")
+        raise DataError(
+            f"learner.engine=megatron reads safetensors files; {folder} has no model.safetensors: save the model as safetensors"
+        )
     with _open(single) as opened:
         return dict.fromkeys(opened.keys(), single)
 
@@ -114,7 +116,7 @@ def _check_names(files: Mapping[str, Path], folder: Path, config: Any, parallel:
         raise DataError(f"{folder} lacks {len(missing)} of {len(wanted)} tensors of {config.model_type}, {missing[0]} first")
     if others:
         raise DataError(
-            f"{folder} has {len(others)} tensors that {config.model_type} has no place for, {others[0]} first: use learner=fsdp2"
+            f"{folder} has {len(others)} tensors that {config.model_type} has no place for, {others[0]} first: use learner.engine=fsdp2"
         )
 
 
