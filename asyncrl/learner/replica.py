@@ -126,6 +126,9 @@ def _replicas(ranks: list[int]) -> list[list[int]]:
 
     torch names a group that only its members make after the number of groups that a member knows, which stages of a pipeline differ in.
     """
-    found: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(found, ranks)
-    return sorted(replica for rank, replica in enumerate(found) if rank == replica[0])
+    mine = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    mine[ranks] = 1
+    members = [torch.empty_like(mine) for _ in mine]
+    dist.all_gather(members, mine)
+    found = [row.nonzero()[:, 0].tolist() for row in members]
+    return [replica for rank, replica in enumerate(found) if rank == replica[0]]
