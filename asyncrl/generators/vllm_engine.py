@@ -64,8 +64,8 @@ class VllmEngine:
         self.max_model_len = 0
 
     async def start(self) -> None:
-        """Loads the model and the tokenizer; tens of seconds, in which the event loop stands still."""
-        prepare_environment(self._config)
+        """Loads the model and the tokenizer; tens of seconds, in which the event loop stands still, and handles no signal yet."""
+        start_method = prepare_environment(self._config)
         from transformers import AutoTokenizer
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -76,7 +76,7 @@ class VllmEngine:
         self._tokenizer = AutoTokenizer.from_pretrained(self._model_dir)
         self._shape = ModelShape.of_folder(self._model_dir, self._config.model.dtype)
         settings = engine_arguments(self._config, self._model_dir).create_engine_config(UsageContext.ENGINE_CONTEXT)
-        choose_start_method(self._config)
+        choose_start_method(self._config, start_method)
         self._llm = AsyncLLM.from_vllm_config(settings, disable_log_stats=True)
         await self._api.stamp(self._llm, self.version)
         self.max_model_len = int(self._llm.model_config.max_model_len)

@@ -18,11 +18,12 @@ __all__ = ["choose_start_method", "engine_arguments", "prepare_environment", "sa
 
 MIN_BATCHED_TOKENS = 4096
 CPU_BLOCK_TOKENS = 32  # the least that its attention takes
+_START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 WORKER_EXTENSION = "asyncrl.generators.vllm_worker.WeightLoader"
 
 
-def prepare_environment(config: Config) -> None:
-    """Sets the variables that vLLM reads; before anything of vLLM or torch is imported."""
+def prepare_environment(config: Config) -> str | None:
+    """Sets the variables that vLLM reads; before anything of vLLM or torch is imported. The start method that the user asks for."""
     with contextlib.suppress(ImportError):
         from setproctitle import getproctitle
 
@@ -35,10 +36,10 @@ def prepare_environment(config: Config) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     # what a killed engine leaves in shared memory is cleaned up with a warning, which would hide the last line that says why
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
+    return os.environ.get(_START_METHOD)
 
 
 def engine_arguments(config: Config, model_dir: str) -> Any:
@@ -67,14 +68,14 @@ def engine_arguments(config: Config, model_dir: str) -> Any:
     )
 
 
-def choose_start_method(config: Config) -> None:
-    """On a CPU the engine's processes are forked, which spares each of them an import of vLLM; after the engine's settings are made.
+def choose_start_method(config: Config, asked: str | None) -> None:
+    """How vLLM starts its processes: as the user's environment says, else new interpreters for CUDA and forks for a CPU.
 
-    Settings made for a CPU ask for new interpreters: half a minute for the engine's core and its worker, one after the other. Nothing
-    has been computed yet in the process that is forked, so no thread of OpenMP is left behind.
+    A fork spares an import of vLLM, fifteen seconds of a core, in each of the engine's core and its worker, which start one after the
+    other. vLLM's settings for a CPU ask for new interpreters, so this comes after them. It comes before anything is computed here, so
+    that no thread of OpenMP is left behind, and before the event loop handles signals, which a fork would answer too.
     """
-    if not _on_cuda(config):
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    os.environ[_START_METHOD] = asked or ("spawn" if _on_cuda(config) else "fork")
 
 
 def sampling_parameters(request: SampleRequest) -> Any:

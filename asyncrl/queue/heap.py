@@ -59,6 +59,6 @@ def streaming_copies(environment: Mapping[str, str] = os.environ) -> dict[str, s
 
 
 def not_for_children() -> None:
-    """Processes that this one starts copy as they always do."""
+    """New interpreters that this process starts copy as they always do; one that it forks copies as it does itself."""
     if os.environ.get(_TUNABLES) == _STREAMING:
         del os.environ[_TUNABLES]
