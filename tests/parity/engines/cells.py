@@ -72,6 +72,7 @@ _MEGATRON = (
     Cell(backend="megatron", name="TP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"tensor_parallel": 2}),
     Cell(backend="megatron", name="TP4, more than key/value heads", ranks=4, replicas=1, learner={"tensor_parallel": 4}),
     Cell(backend="megatron", name="PP2", ranks=2, replicas=1, model="qwen3 tied", learner={"pipeline_parallel": 2}),
+    Cell(backend="megatron", name="PP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"pipeline_parallel": 2}),
     Cell(
         backend="megatron",
         name="value head, PP2",
