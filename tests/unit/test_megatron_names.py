@@ -1,13 +1,16 @@
 """Where parameters of Megatron-core come from, worked out by hand; nothing here needs Megatron-core."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from asyncrl.errors import DataError
 from asyncrl.learner.megatron.names import Entry, entries
 from asyncrl.learner.megatron.parallel import MegatronLayout
 from asyncrl.learner.megatron.shards import compose, decompose, shards_of
+from asyncrl.learner.megatron.weights import check_names
 
 # four query heads over two key/value heads, two numbers in each
 SMALL = {
@@ -92,3 +95,15 @@ def test_ranks_of_a_replica_are_told_by_stage_context_and_tensor():
     layout = MegatronLayout(ranks=16, tensor=2, context=2, pipeline=2)
     assert layout.data == 2
     assert layout.replica(1) == [4, 5, 6, 7, 12, 13, 14, 15]
+
+
+def test_a_folder_may_hold_what_old_files_keep_of_positions_and_nothing_else_that_has_no_place():
+    config, parallel = SimpleNamespace(**SMALL), SimpleNamespace(layout=MegatronLayout(ranks=1))
+    files = {file.name: Path("f") for entry in entries(config, parallel.layout, value_head=False) for file in entry.files}
+    files["model.layers.0.self_attn.rotary_emb.inv_freq"] = Path("f")
+    check_names(files, Path("folder"), config, parallel, False)
+    with pytest.raises(DataError, match=r"folder has 1 tensors that qwen3 has no place for, model.layers.0.extra first"):
+        check_names(files | {"model.layers.0.extra": Path("f")}, Path("folder"), config, parallel, False)
+    del files["model.norm.weight"]
+    with pytest.raises(DataError, match=r"folder lacks 1 of \d+ tensors of qwen3, model.norm.weight first"):
+        check_names(files, Path("folder"), config, parallel, False)

@@ -15,7 +15,7 @@ from asyncrl.errors import DataError
 from asyncrl.learner.megatron.names import Entry, FileTensor, entries
 from asyncrl.learner.megatron.parallel import Parallel
 
-__all__ = ["export_tensors", "load_weights", "own_parameters", "ties"]
+__all__ = ["check_names", "export_tensors", "load_weights", "own_parameters", "ties"]
 
 _SEED = 0  # of a value head that a folder does not have: every rank starts from the same
 
@@ -53,7 +53,7 @@ def load_weights(chunks: Sequence[torch.nn.Module], model_dir: str, config: Any,
         DataError: a tensor is missing, is one too many, or has another shape; names the first.
     """
     files = _files(Path(model_dir))
-    _check_names(files, Path(model_dir), config, parallel, value_head)
+    check_names(files, Path(model_dir), config, parallel, value_head)
     with ExitStack() as stack:
         read = _Reader(files, stack)
         for entry, parameter in own_parameters(chunks, config, parallel, value_head=value_head):
@@ -108,7 +108,8 @@ def _files(folder: Path) -> dict[str, Path]:
         return dict.fromkeys(opened.keys(), single)
 
 
-def _check_names(files: Mapping[str, Path], folder: Path, config: Any, parallel: Parallel, value_head: bool) -> None:
+def check_names(files: Mapping[str, Path], folder: Path, config: Any, parallel: Parallel, value_head: bool) -> None:
+    """Raises DataError where ``folder`` lacks a tensor of the model, or holds one that the model has no place for; names the first."""
     wanted = {file.name for entry in entries(config, parallel.layout, value_head=value_head) for file in entry.files}
     missing = sorted(name for name in wanted - files.keys() if not name.startswith("score."))
     spare = {name for name in files if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
