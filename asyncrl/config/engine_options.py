@@ -8,7 +8,7 @@ from asyncrl.config.refusals import Refusal
 from asyncrl.config.schema import LearnerConfig
 from asyncrl.errors import UnsupportedError
 
-__all__ = ["LEFT_OUT", "ROUTER_LOSS_PIPELINE", "ROUTER_LOSS_RECOMPUTED", "check_engine_options"]
+__all__ = ["INTERLEAVED_TWO", "LEFT_OUT", "ROUTER_LOSS_PIPELINE", "ROUTER_LOSS_RECOMPUTED", "check_engine_options", "check_interleaved"]
 
 _MEGATRON = "learner.engine=megatron"
 _FSDP2 = "learner.engine=fsdp2"
@@ -62,6 +62,11 @@ ROUTER_LOSS_RECOMPUTED = Refusal(
     reason="routers are computed again where the loss does not see them",
     nearest="learner.activation_checkpointing=false, or learner.router_loss=0",
 )
+INTERLEAVED_TWO = Refusal(
+    combination="an interleaved pipeline of two stages on GPUs",
+    reason="both directions go to the same peer, and NCCL cannot tell an activation from a gradient there",
+    nearest="learner.virtual_pipeline=1, or learner.pipeline_parallel=4",
+)
 
 
 def check_engine_options(learner: LearnerConfig) -> None:
@@ -74,9 +79,19 @@ def check_engine_options(learner: LearnerConfig) -> None:
         value = getattr(learner, name)
         if value != LearnerConfig.model_fields[name].default:
             raise UnsupportedError(refusal.text(f"learner.{name}={value} with learner.engine={learner.engine}"), option=f"learner.{name}")
+    if learner.engine == "megatron" and learner.device == "cuda":
+        check_interleaved(learner)
     if learner.engine == "megatron" and learner.router_loss:
         asked = f"learner.router_loss={learner.router_loss:g} with"
         if learner.pipeline_parallel > 1:
             raise UnsupportedError(ROUTER_LOSS_PIPELINE.text(f"{asked} learner.pipeline_parallel={learner.pipeline_parallel}"))
         if learner.activation_checkpointing:
             raise UnsupportedError(ROUTER_LOSS_RECOMPUTED.text(f"{asked} learner.activation_checkpointing=true"))
+
+
+def check_interleaved(learner: LearnerConfig) -> None:
+    """Raises UnsupportedError for a pipeline that only a CPU can interleave; where ``learner.device`` is not read yet the engine asks."""
+    if learner.pipeline_parallel == 2 and learner.virtual_pipeline > 1:
+        raise UnsupportedError(
+            INTERLEAVED_TWO.text(f"learner.virtual_pipeline={learner.virtual_pipeline} with learner.pipeline_parallel=2")
+        )

@@ -115,3 +115,11 @@ def test_refusals_name_what_is_no_option_and_values_of_what_is_one():
 def test_the_nearest_that_works_does_work():
     nearest = {refusal.nearest for refusals in REFUSED_VALUES.values() for refusal in refusals.values()}
     override(Config(), sorted(nearest))
+
+
+def test_two_interleaved_stages_are_refused_on_gpus_and_more_are_not():
+    layout = ["learner=megatron", "learner.ranks=4", "learner.virtual_pipeline=2"]
+    with pytest.raises(UnsupportedError, match=r"virtual_pipeline=2 with learner.pipeline_parallel=2 .*NCCL cannot tell an activation"):
+        compose([*layout, "learner.pipeline_parallel=2", "learner.device=cuda"])
+    compose([*layout, "learner.pipeline_parallel=2", "learner.device=cpu"])
+    compose([*layout, "learner.pipeline_parallel=4", "learner.device=cuda"])

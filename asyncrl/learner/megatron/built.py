@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from asyncrl.config.engine_options import check_engine_options
+from asyncrl.config.engine_options import check_engine_options, check_interleaved
 from asyncrl.config.layout import Layout, check_layout, check_model_layout, check_router_loss
 from asyncrl.learner.engine import EngineSpec
 from asyncrl.learner.hf_model import refuse_windows
@@ -53,6 +53,8 @@ def build(spec: EngineSpec, *, device: torch.device, dtype: torch.dtype, value: 
     check_device(device)
     settings = spec.learner
     check_engine_options(settings)
+    if device.type == "cuda":  # learner.device=auto says so only now
+        check_interleaved(settings)
     layout = replace(Layout.of(settings), ranks=dist.get_world_size())
     check_layout(layout)
     config = read_config(spec.model_dir)

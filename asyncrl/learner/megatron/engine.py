@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from asyncrl.config.engine_options import LEFT_OUT, ROUTER_LOSS_PIPELINE, ROUTER_LOSS_RECOMPUTED
+from asyncrl.config.engine_options import INTERLEAVED_TWO, LEFT_OUT, ROUTER_LOSS_PIPELINE, ROUTER_LOSS_RECOMPUTED
 from asyncrl.config.model_megatron import FAMILIES, MODELS
 from asyncrl.config.refusals import ROUTER_REPLAY, TURNS_ON_ONE_GPU
 from asyncrl.learner.batch import MicroBatch
@@ -22,15 +22,24 @@ def _capabilities(model: str) -> Capabilities:
     return Capabilities(
         models=f"{', '.join(FAMILIES)}: {model}",
         layouts=(
-            "data parallel with a distributed optimizer",
-            "tensor parallel, activations between the matrices cut by position",
-            "pipeline parallel, 1F1B or interleaved",
+            "data parallel, with a distributed optimizer",
+            "tensor parallel × data parallel, activations between the matrices cut by position",
+            "pipeline parallel × data parallel, 1F1B",
+            "tensor parallel × pipeline parallel",
+            "interleaved pipeline parallel, of two stages on a CPU alone",
             "context parallel",
-            "expert parallel",
-            "any product of these",
+            "expert parallel × tensor parallel",
             "activation checkpointing",
         ),
-        refused=(*LEFT_OUT["megatron"].values(), MODELS, ROUTER_LOSS_PIPELINE, ROUTER_LOSS_RECOMPUTED, ROUTER_REPLAY, TURNS_ON_ONE_GPU),
+        refused=(
+            *LEFT_OUT["megatron"].values(),
+            MODELS,
+            INTERLEAVED_TWO,
+            ROUTER_LOSS_PIPELINE,
+            ROUTER_LOSS_RECOMPUTED,
+            ROUTER_REPLAY,
+            TURNS_ON_ONE_GPU,
+        ),
     )
 
 

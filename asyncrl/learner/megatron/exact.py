@@ -33,7 +33,8 @@ def check_exact(score: Score, vocabulary: int, dtype: torch.dtype, device: torch
     probes = (("siblings", [1, 2, 3, 4, 5]), ("siblings", [1, 2, 3, 6, 4, 7]), ("stranger", [4, 3, 2, 1]))
     rows = [probe_row([token % vocabulary for token in ids], 3, group_id=group, sibling=i) for i, (group, ids) in enumerate(probes)]
     together, alone = _scored(score, rows, 64, shared=True), _scored(score, rows, max(len(ids) for _, ids in probes), shared=False)
-    off = torch.tensor([max(float(np.abs(a - b).max()) for a, b in zip(together, alone, strict=True))], device=device)
+    off = torch.from_numpy(np.concatenate([np.abs(a - b) for a, b in zip(together, alone, strict=True)])).max().nan_to_num(float("inf"))
+    off = off.to(device)
     dist.all_reduce(off, op=dist.ReduceOp.MAX)  # only the last stage sees it, and all have to stop
     worst = off.item()
     if not worst < TOLERANCE[dtype]:

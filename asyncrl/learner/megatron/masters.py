@@ -27,21 +27,20 @@ class Masters:
     def __init__(self, optimizer: Any) -> None:
         self._optimizers = optimizer.chained_optimizers
 
-    def gather(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """``weight`` and :data:`MOMENTS`, float32 of the parameter's shape, on every rank that holds it; collective over those.
+    def gather(self, parameter: torch.nn.Parameter, kind: str) -> torch.Tensor:
+        """``weight`` or one of :data:`MOMENTS`, float32 of the parameter's shape, on every rank that holds it; collective over those.
 
         Before the first step moments are zero.
         """
-        optimizer, whole = self._owner(parameter), torch.zeros(3, parameter.numel(), device=parameter.device)
+        optimizer, whole = self._owner(parameter), torch.zeros(parameter.numel(), device=parameter.device)
         own = self._own(optimizer, parameter)
         if own is not None:
             stretch, master = own
-            state = optimizer.optimizer.state.get(master, {})
-            for row, part in zip(whole, (master.detach(), *(state.get(name) for name in MOMENTS)), strict=True):
-                if part is not None:
-                    row[stretch] = part
+            part = master.detach() if kind == "weight" else optimizer.optimizer.state.get(master, {}).get(kind)
+            if part is not None:
+                whole[stretch] = part
         dist.all_reduce(whole, group=optimizer.data_parallel_group)
-        return {name: row.view(parameter.shape) for name, row in zip(("weight", *MOMENTS), whole, strict=True)}
+        return whole.view(parameter.shape)
 
     @torch.no_grad()
     def start(self, parameter: torch.nn.Parameter, weight: torch.Tensor) -> None:
@@ -53,7 +52,7 @@ class Masters:
 
     @torch.no_grad()
     def set(self, parameter: torch.nn.Parameter, tensors: Mapping[str, torch.Tensor], steps: int) -> None:
-        """Takes what :meth:`gather` gave, and the optimizer steps that it has seen, on every rank that holds the parameter."""
+        """Takes what :meth:`gather` gave of each kind, and the optimizer steps that it has seen, on every rank that holds the parameter."""
         parameter.copy_(tensors["weight"])
         self.start(parameter, tensors["weight"])
         optimizer = self._owner(parameter)

@@ -7,6 +7,7 @@ dealt to ranks across replicas, and each rank of an expert's group holds whole o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import product
 from typing import Any
 
@@ -123,6 +124,7 @@ def start_parallel(layout: MegatronLayout) -> Parallel:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=_patience() / timedelta(minutes=1),
     )
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):  # modules want its generators to be there; nothing is drawn from them
@@ -130,12 +132,19 @@ def start_parallel(layout: MegatronLayout) -> Parallel:
     return _place(layout, parallel_state)
 
 
+def _patience() -> timedelta:
+    """How long the group of all ranks waits for a silent one; a new group that is not told waits half an hour."""
+    backend: Any = dist.group.WORLD
+    patience: timedelta = backend._get_backend(torch.device("cpu")).options._timeout
+    return patience
+
+
 def _place(layout: MegatronLayout, state: Any) -> Parallel:
     data_rank = state.get_data_parallel_rank()
     replica_group: dist.ProcessGroup | None = None
     if layout.replica_ranks > 1:
         for index in range(layout.data):  # every rank makes every group
-            group = dist.new_group(layout.replica(index))
+            group = dist.new_group(layout.replica(index), timeout=_patience())
             replica_group = group if index == data_rank else replica_group
     return Parallel(
         layout=layout,

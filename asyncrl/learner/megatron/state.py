@@ -72,12 +72,13 @@ def own_copies(state: MegatronState) -> dict[str, Any]:
     """What this rank writes, as DCP takes it, on the CPU and apart from the originals: training goes on while it is written. Collective."""
     rank, parts, scalars = state.parallel.tensor_rank, _Parts(), {"optimizer_steps": torch.tensor(state.optimizer_steps)}
     for index, (entry, parameter) in enumerate(state.parameters()):
-        values = state.masters.gather(parameter)
-        if not _writes(entry, index, state.parallel):
-            continue
+        writes = _writes(entry, index, state.parallel)
         for kind in _KINDS:
-            for shard, part in zip(shards_of(entry, rank), decompose(entry, values[kind], rank), strict=True):
+            whole = state.masters.gather(parameter, kind)
+            for shard, part in zip(shards_of(entry, rank), decompose(entry, whole, rank), strict=True) if writes else ():
                 parts.add(kind, shard, part.detach().to("cpu", copy=True).contiguous())
+        if not writes:
+            continue
         scalars |= {f"adam_step.{shard.name}": torch.tensor(float(state.optimizer_steps)) for shard in shards_of(entry, rank)}
     return parts.tensors() | scalars
 

@@ -18,10 +18,14 @@ from asyncrl.learner.optimizer import learning_rate
 
 import_megatron()
 
+import megatron.core.optimizer  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 
 __all__ = ["clip_and_step", "new_optimizer", "replicated"]
+
+# those of Transformer Engine and Apex, which it takes where they are installed, keep their steps where no checkpoint looks
+megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
 
 
 def replicated(chunks: list[Any]) -> list[Any]:

@@ -76,7 +76,7 @@ def _megatron_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     masters, parameters = Masters(engine.optimizer), [p for chunk in engine.chunks for p in chunk.parameters()]
     compute, engine.dtype, kept = engine.dtype, torch.float32, [p.data for p in parameters]
     for parameter in parameters:
-        parameter.data = masters.gather(parameter)["weight"]
+        parameter.data = masters.gather(parameter, "weight")
     yield from engine.named_tensors()
     engine.dtype = compute
     for parameter, data in zip(parameters, kept, strict=True):

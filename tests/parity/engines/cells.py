@@ -17,6 +17,7 @@ class Cell:
         backend: the engine's name in the registry; name: of the layout, unique within the backend.
         ranks: processes; replicas: how many of them get rows of their own, which the engine has to say itself.
         model: family of :mod:`engines.models`; model_type: as the registry has it; learner: options beyond the common ones.
+        only_cpu: refused on GPUs, by name.
     """
 
     backend: str
@@ -26,6 +27,7 @@ class Cell:
     model: str = "qwen3"
     model_type: str = "language_model"
     learner: Mapping[str, Any] = field(default_factory=dict)
+    only_cpu: bool = False
 
     def __str__(self) -> str:
         return f"{self.backend} {self.name}"
@@ -72,6 +74,7 @@ _MEGATRON = (
     Cell(backend="megatron", name="TP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"tensor_parallel": 2}),
     Cell(backend="megatron", name="TP4, more than key/value heads", ranks=4, replicas=1, learner={"tensor_parallel": 4}),
     Cell(backend="megatron", name="PP2", ranks=2, replicas=1, model="qwen3 tied", learner={"pipeline_parallel": 2}),
+    Cell(backend="megatron", name="PP2×DP2", ranks=4, replicas=2, model="qwen3 tied", learner={"pipeline_parallel": 2}),
     Cell(
         backend="megatron",
         name="value head, PP2",
@@ -98,6 +101,7 @@ _MEGATRON = (
         replicas=1,
         model="qwen3 deep",
         learner={"pipeline_parallel": 2, "virtual_pipeline": 2},
+        only_cpu=True,
     ),
     Cell(backend="megatron", name="MoE, EP2", ranks=2, replicas=2, model="qwen3 moe", learner={"router_loss": 0.1, "expert_parallel": 2}),
     Cell(backend="megatron", name="MoE, TP2", ranks=2, replicas=1, model="qwen3 moe", learner={"router_loss": 0.1, "tensor_parallel": 2}),

@@ -24,7 +24,7 @@ CHAINS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "MoE": ("qwen3 moe", ("fsdp2 MoE, DP2", "fsdp2 MoE, SP2")),
     # between two checkpoints of the other engine: whatever an engine can read, it has written
     "every layout of Megatron": ("qwen3 deep", ("fsdp2 TP2", *(f"megatron {name}" for name in _MEGATRON), "fsdp2 TP2")),
-    "Megatron, tied": ("qwen3 tied", ("megatron PP2", "megatron TP2×PP2", "megatron DP2")),
+    "Megatron, tied": ("qwen3 tied", ("megatron PP2", "megatron TP2×PP2", "megatron PP2×DP2", "megatron DP2")),
     "Megatron, MoE": ("qwen3 moe", ("fsdp2 MoE, DP2", "megatron MoE, EP2", "megatron MoE, TP2×EP2", "megatron MoE, TP2", "fsdp2 MoE, DP2")),
     "Megatron, value head": ("qwen3 value", ("fsdp2 value head, DP2", "megatron value head, PP2", "fsdp2 value head, DP2")),
 }

@@ -43,8 +43,8 @@ class Verdict:
 
 
 def cells_of(target: Target) -> tuple[Cell, ...]:
-    """The cells for which the target has ranks enough."""
-    return tuple(cell for cell in CELLS if cell.ranks <= target.most_ranks)
+    """The cells for which the target has ranks enough, and that are not refused there."""
+    return tuple(cell for cell in CELLS if cell.ranks <= target.most_ranks and (target.device == "cpu" or not cell.only_cpu))
 
 
 class Suite:
