@@ -35,7 +35,7 @@ def check_model_layout(layout: Layout, description: Mapping[str, Any]) -> None:
         UnsupportedError: a model that the engine does not train in this layout.
         ConfigError: what cannot be dealt to the ranks, with the sizes that can.
     """
-    {"fsdp2": check_fsdp2_model, "megatron": check_megatron_model}[layout.engine](layout, text_of(description))
+    {"fsdp2": check_fsdp2_model, "megatron": check_megatron_model}[layout.engine](layout, description)
 
 
 def check_router_loss(weight: float, description: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncrl.config.description import dealt, experts_of, heads_of
+from asyncrl.config.description import dealt, experts_of, heads_of, text_of
 from asyncrl.config.ranks import Layout, divisor, multiple
 from asyncrl.config.refusals import Refusal
 from asyncrl.errors import ConfigError, UnsupportedError
@@ -61,13 +61,14 @@ def check_fsdp2(layout: Layout) -> None:
         )
 
 
-def check_fsdp2_model(layout: Layout, text: Mapping[str, Any]) -> None:
-    """Rules between a layout and a model.
+def check_fsdp2_model(layout: Layout, description: Mapping[str, Any]) -> None:
+    """Rules between a layout and a model's ``config.json``.
 
     Raises:
         UnsupportedError: a model of experts under tensor parallel.
         ConfigError: attention heads that cannot be dealt to the ranks, with the sizes that can.
     """
+    text = text_of(description)
     tensor, sequence = layout.tensor_parallel, layout.sequence_parallel
     experts = experts_of(text)
     if tensor > 1 and experts > 1:

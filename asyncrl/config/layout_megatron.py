@@ -50,7 +50,7 @@ def check_megatron(layout: Layout) -> None:
 
 
 def check_megatron_model(layout: Layout, text: Mapping[str, Any]) -> None:
-    """Rules between a layout and a model.
+    """Rules between a layout and a model's ``config.json``, which describes a language model and nothing around it.
 
     Raises:
         UnsupportedError: a model that is not built.
@@ -79,6 +79,8 @@ def _check_tensor(tensor: int, text: Mapping[str, Any]) -> None:
     sizes = {"attention heads": heads}
     inner = () if experts_of(text) else ("intermediate_size",)  # experts are not cut
     sizes |= {name: int(text[name]) for name in (*inner, "vocab_size") if text.get(name)}
+    head = int(text.get("head_dim") or int(text.get("hidden_size") or 0) // heads)
+    sizes["rows of queries, keys and values"] = (heads + 2 * pairs) * head  # cut evenly also where a key/value head serves several ranks
     uneven = [f"{size} {name}" for name, size in sizes.items() if size % tensor]
     uneven += [] if dealt(pairs, tensor) else [f"{pairs} key/value heads"]
     if uneven:

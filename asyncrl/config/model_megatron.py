@@ -26,6 +26,7 @@ def check_built(text: Mapping[str, Any]) -> None:
     """Raises UnsupportedError where a model is of another family, or has parts that the layers are not built with; names the first."""
     family = str(text.get("model_type") or "")
     rope = _rope(text)
+    one_expert = family == "qwen3_moe" and bool(text.get("norm_topk_prob")) and int(text.get("num_experts_per_tok") or 0) == 1
     parts = (
         (family not in FAMILIES, f"model_type={family!r}"),
         (bool(text.get("attention_bias")), "attention_bias=true"),
@@ -34,6 +35,8 @@ def check_built(text: Mapping[str, Any]) -> None:
         (rope not in _ROPE, f"rope_type={rope!r}"),
         (int(text.get("decoder_sparse_step") or 1) != 1, f"decoder_sparse_step={text.get('decoder_sparse_step')}"),
         (bool(text.get("mlp_only_layers")), f"mlp_only_layers={text.get('mlp_only_layers')}"),
+        (int(text.get("num_hidden_layers") or 0) < 1, f"num_hidden_layers={text.get('num_hidden_layers')}"),
+        (one_expert, "num_experts_per_tok=1 and norm_topk_prob=true"),
     )
     for differs, met in parts:
         if differs:

@@ -19,7 +19,7 @@ class Layout:
         tensor_parallel, sequence_parallel, pipeline_parallel, context_parallel: ranks of one replica that cut the matrices, the tokens
             and heads, the layers, or the tokens alone, among them.
         virtual_pipeline: chunks of layers of one pipeline stage.
-        expert_parallel: ranks that cut the experts among them, out of those that hold the same part of the other weights.
+        expert_parallel: ranks that whole experts are dealt to, among all ranks of a stage.
         shard_ranks: ranks that one copy of the weights is sharded over; 0: all data-parallel ones.
         lora_rank: inner size of the adapters; 0: none.
 

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config import Config
+from asyncrl.config.engine_options import check_interleaved
 from asyncrl.config.layout import Layout, check_model_layout, check_router_loss
+from asyncrl.config.megatron_core import installed_version
 from asyncrl.config.network import is_local
 from asyncrl.errors import ConfigError, UnsupportedError
 from asyncrl.queue.keys import SERVER_NAME, public_keys, read_secret
@@ -38,6 +40,8 @@ def check_config(config: Config) -> None:
     check_keys(config, ["driver", *(f"learner-{n}" for n in ranks), *(f"generator-{n}" for n in replicas)])
     _check_batch(config)
     _check_devices(config)
+    if config.learner.engine == "megatron":
+        _check_megatron(config)
     check_ports(config)
     _check_interpreter(config)
     check_task(config)
@@ -108,6 +112,20 @@ def _check_devices(config: Config) -> None:
     if not config.launch.ray_address and asked > here:
         raise ConfigError(
             f"{asked:g} GPUs are asked for and {here} are here: lower generator.num_gpus, learner.num_gpus, replicas or ranks"
+        )
+
+
+def _check_megatron(config: Config) -> None:
+    try:
+        installed_version()
+    except ImportError as error:
+        raise ConfigError(f"learner.engine=megatron: {error}: pip install 'asyncrl[megatron]', or set learner.engine=fsdp2") from error
+    if device_of(config.learner.device) == "cuda":
+        check_interleaved(config.learner)
+    elif num_gpus():
+        raise UnsupportedError(
+            f"learner.device={config.learner.device} with learner.engine=megatron is not supported beside the {num_gpus()} GPUs here: "
+            "megatron-core computes on a CPU only where torch sees none; nearest that works: CUDA_VISIBLE_DEVICES= or learner.engine=fsdp2"
         )
 
 

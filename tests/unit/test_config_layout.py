@@ -89,7 +89,7 @@ def test_experts_under_tensor_parallel_are_refused_with_the_nearest(name):
         check_model_layout(Layout(ranks=2, tensor_parallel=2), {**DENSE, name: 8})
 
 
-LAYERS = {"model_type": "qwen3", "num_hidden_layers": 8, **DENSE, "intermediate_size": 48, "vocab_size": 96}
+LAYERS = {"model_type": "qwen3", "num_hidden_layers": 8, **DENSE, "head_dim": 24, "intermediate_size": 48, "vocab_size": 96}
 EXPERTS = {**LAYERS, "model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 24}
 
 
@@ -150,6 +150,11 @@ def test_megatron_takes_models_that_can_be_dealt(layout, description):
         (megatron(6, tensor_parallel=6), LAYERS, "met 6 and 4 key/value heads: set it to 1 or 2 or 4 or 12"),
         (megatron(4, tensor_parallel=4), {**LAYERS, "vocab_size": 98}, "met 4 and 98 vocab_size: set it to 1 or 2"),
         (megatron(8, tensor_parallel=8), LAYERS, "met 8 and 12 attention heads: set it to"),
+        (
+            megatron(12, tensor_parallel=12),
+            {**LAYERS, "head_dim": 32},
+            "met 12 and 640 rows of queries, keys and values: set it to 1 or 2 or 4",
+        ),
         (megatron(3, pipeline_parallel=3), LAYERS, "the model's 8 layers evenly; met 3 × 1: set learner.pipeline_parallel=2"),
         (megatron(4, pipeline_parallel=4, virtual_pipeline=4), LAYERS, "met 4 × 4: set learner.pipeline_parallel=2"),
         (megatron(2, pipeline_parallel=2, virtual_pipeline=3), LAYERS, "met 2 × 3: set learner.virtual_pipeline=1"),
@@ -173,6 +178,9 @@ def test_megatron_refuses_what_cannot_be_dealt_with_the_sizes_that_can(layout, d
         ({"rope_scaling": {"type": "linear"}}, "rope_type='linear'"),
         ({"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
         ({"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok=1 and norm_topk_prob=true"),
+        ({"model_type": "llava", "text_config": {**LAYERS, "model_type": "llama"}}, "model_type='llava'"),
     ],
 )
 def test_megatron_refuses_models_that_its_layers_do_not_make(changed, met):

@@ -1,5 +1,6 @@
 import json
 import socket
+from importlib import metadata
 
 import pytest
 
@@ -85,6 +86,32 @@ def test_what_decides_the_prompts_cannot_change_in_a_resumed_run():
     check_same_run(old, compose(["recipe=tiny", "launch.steps=7", "learner.learning_rate=1e-4"]))
     with pytest.raises(ConfigError, match=r"task\.seed, task\.shuffle cannot change"):
         check_same_run(old, old.model_copy(update={"task": old.task.model_copy(update={"seed": 1, "shuffle": False})}))
+
+
+def test_megatron_is_held_against_what_is_installed_and_the_gpus_that_are_seen(monkeypatch):
+    megatron = compose(["recipe=tiny", "learner=megatron", "generator.device=cpu", "learner.device=cpu"])
+    preflight.check_config(megatron)
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 2)
+    with pytest.raises(
+        UnsupportedError, match=r"learner.device=cpu with learner.engine=megatron .*beside the 2 GPUs.*CUDA_VISIBLE_DEVICES= or"
+    ):
+        preflight.check_config(megatron)
+    interleaved = ["learner.ranks=2", "learner.pipeline_parallel=2", "learner.virtual_pipeline=2"]
+    with pytest.raises(UnsupportedError, match="interleaved pipeline of two stages on GPUs"):
+        preflight.check_config(compose(["recipe=tiny", "learner=megatron", "generator.device=cpu", *interleaved]))
+    monkeypatch.setattr(preflight, "num_gpus", lambda: 0)
+    monkeypatch.setattr(metadata, "version", lambda name: "0.17.0")
+    with pytest.raises(UnsupportedError, match=r"megatron-core is 0.16.1 or 0.19.2; met 0.17.0"):
+        preflight.check_config(megatron)
+    monkeypatch.setattr(metadata, "version", absent)
+    with pytest.raises(
+        ConfigError, match=r"megatron-core is not installed: pip install 'asyncrl\[megatron\]', or set learner.engine=fsdp2"
+    ):
+        preflight.check_config(megatron)
+
+
+def absent(name):
+    raise metadata.PackageNotFoundError(name)
 
 
 def test_a_resumed_run_may_go_on_under_another_engine_and_layout():

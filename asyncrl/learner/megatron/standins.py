@@ -1,8 +1,10 @@
 """Stand-ins that let Megatron-core compute on a CPU over gloo; where torch sees CUDA, nothing here has an effect.
 
 Megatron-core writes ``torch.cuda.current_device()`` and ``device="cuda"`` wherever it makes a tensor. Its modules get a ``torch`` of
-their own in which those mean the CPU: no other module's torch changes, so that other engines run in the same process as ever. The few
-functions that need more are replaced, each beside its reason. All of it is known to hold for :data:`VERSIONS` alone.
+their own in which those mean the CPU: no other module's torch changes, so that other engines run in the same process as ever. What
+calls a tensor's own methods cannot be reached so: ``Tensor.type`` and ``Tensor.cuda`` are replaced for the process, and do as ever for
+callers outside Megatron-core. The few functions that need more are replaced, each beside its reason. All of it is known to hold for
+:data:`~asyncrl.config.megatron_core.VERSIONS` alone.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
 import types
@@ -21,11 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from asyncrl.config.megatron_core import installed_version
 from asyncrl.errors import UnsupportedError
 
-__all__ = ["VERSIONS", "check_device", "import_megatron"]
-
-VERSIONS = ("0.16.1", "0.19.2")
+__all__ = ["check_device", "import_megatron"]
 
 _MODULES = (
     "dist_checkpointing.strategies.checkpointable",
@@ -57,7 +57,7 @@ def import_megatron() -> str:
         ImportError: it is not installed.
         UnsupportedError: a version that the stand-ins and the table of weights are not known to fit.
     """
-    version, on_cpu = _version(), not torch.cuda.is_available()
+    version, on_cpu = installed_version(), not torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # of Transformer Engine and Apex, which nothing here uses
@@ -82,19 +82,6 @@ def check_device(device: torch.device) -> None:
             "megatron-core computes on a CPU only where torch sees no GPU; met device cpu beside "
             f"{torch.cuda.device_count()} GPUs: set CUDA_VISIBLE_DEVICES to nothing, or learner.engine=fsdp2"
         )
-
-
-def _version() -> str:
-    try:
-        version = importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise ImportError("megatron-core is not installed") from error
-    if version not in VERSIONS:
-        raise UnsupportedError(
-            f"megatron-core is {' or '.join(VERSIONS)}; met {version}: pip install megatron-core=={VERSIONS[0]} on Python 3.11, "
-            f"=={VERSIONS[1]} on 3.12"
-        )
-    return version
 
 
 @contextlib.contextmanager

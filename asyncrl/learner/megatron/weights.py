@@ -111,7 +111,8 @@ def _files(folder: Path) -> dict[str, Path]:
 def _check_names(files: Mapping[str, Path], folder: Path, config: Any, parallel: Parallel, value_head: bool) -> None:
     wanted = {file.name for entry in entries(config, parallel.layout, value_head=value_head) for file in entry.files}
     missing = sorted(name for name in wanted - files.keys() if not name.startswith("score."))
-    others = sorted(files.keys() - wanted - {"lm_head.weight"})  # of a tied model, or under a value head, it may lie there
+    spare = {name for name in files if name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")}
+    others = sorted(files.keys() - wanted - spare)  # a tied head, one beside a value head, and positions of old files may lie there
     if missing:
         raise DataError(f"{folder} lacks {len(missing)} of {len(wanted)} tensors of {config.model_type}, {missing[0]} first")
     if others:
