@@ -32,13 +32,13 @@ class StepMetrics:
 
     Args:
         run_start_s: unix time at which this start of the run began; now_s: unix time now.
+        resumed: the queue counts from the first start of the run, so that the first step has nothing to take differences from.
     """
 
-    def __init__(self, run_start_s: float, now_s: float) -> None:
+    def __init__(self, run_start_s: float, now_s: float, *, resumed: bool) -> None:
         self._run_start_s = run_start_s
         self._last_s = now_s
-        self._generator_tokens = 0
-        self._rewards = (0.0, 0)
+        self._counted: tuple[int, float, int] | None = None if resumed else (0, 0.0, 0)
         self._window: deque[float] = deque(maxlen=REWARD_WINDOW_STEPS)
 
     def build(
@@ -54,20 +54,20 @@ class StepMetrics:
         """Metrics of the step that was just committed; ``step`` counts it in."""
         trained = [meta for meta in groups if meta.ticket in plan.sizes]
         rewards = [reward for meta in trained for reward in meta.rewards_N]
-        sampled_s = max(clock.now_s - self._last_s, 1e-9)
-        sampled, self._generator_tokens = status.generator_tokens - self._generator_tokens, status.generator_tokens
-        self._last_s = clock.now_s
+        sampled_s, self._last_s = max(clock.now_s - self._last_s, 1e-9), clock.now_s
+        before, self._counted = self._counted, (status.generator_tokens, status.rewards_sum, status.rewards_count)
+        since = tuple(now - then for now, then in zip(self._counted, before, strict=True)) if before else None
         return {
             "step": plan.step + 1,
             "policy_version": plan.step + 1,
-            "reward_mean": self._reward_mean(status, rewards),
+            "reward_mean": self._reward_mean(since[1:] if since else (0.0, 0), rewards),
             "trained_reward_mean": sum(rewards) / len(rewards) if rewards else None,
             **_lags(staleness, status),
             "trained_groups": len(trained),
             "skipped_groups": len(plan.skipped),
             "trained_tokens": plan.tokens,
             "packed_tokens": result.packed_tokens,
-            "generator_tokens_per_s": sampled / sampled_s,
+            "generator_tokens_per_s": since[0] / sampled_s if since else None,
             "learner_tokens_per_s": plan.tokens / max(clock.train_s, 1e-9),
             "queue_groups": status.queued_groups,
             "sync_s": sync_s,
@@ -87,10 +87,8 @@ class StepMetrics:
             return None
         return sum(self._window) / REWARD_WINDOW_STEPS
 
-    def _reward_mean(self, status: QueueStatus, trained: list[float]) -> float | None:
-        """Over all groups finished since the step before, with or without signal; over the trained ones where none finished."""
-        finished = (status.rewards_sum - self._rewards[0], status.rewards_count - self._rewards[1])
-        self._rewards = (status.rewards_sum, status.rewards_count)
+    def _reward_mean(self, finished: Sequence[float], trained: list[float]) -> float | None:
+        """Over all groups finished since the step before (sum, count), with signal or not; over the trained ones where none finished."""
         if finished[1] > 0:
             mean = finished[0] / finished[1]
         elif trained:

@@ -115,7 +115,7 @@ class Pool:
         self._control = control
         self._queue = source
         self._outlets = outlets
-        self._metrics = StepMetrics(run_start_s, time.time())
+        self._metrics = StepMetrics(run_start_s, time.time(), resumed=step > 0)
         self._on_version = on_version
         self._mismatch_kl = 0.0
         self._staleness: dict[int, int] = {}

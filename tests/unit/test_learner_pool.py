@@ -247,6 +247,14 @@ def test_metrics_take_differences_of_the_queues_counters():
     assert (line["queue_groups"], line["sync_s"], line["blocked"], line["packed_tokens"]) == (3, 0.25, "a ticket", 12)
 
 
+def test_the_first_step_after_a_resume_does_not_count_what_came_before():
+    world = World({"launch": {"steps": 5, "checkpoint_every": 0}}, step=3, rewards=0.75)
+    world.pool.run()
+    first, second = world.outlets.lines
+    assert (first["reward_mean"], first["generator_tokens_per_s"]) == (0.5, None)  # the mean of its own groups
+    assert second["reward_mean"] == 0.75 and second["generator_tokens_per_s"] > 0
+
+
 def test_b31_a_batch_from_the_future_is_refused_before_it_is_trained():
     world = World({})
     world.source.version = lambda step: 1
