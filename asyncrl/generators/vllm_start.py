@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,7 @@ WORKER_EXTENSION = "asyncrl.generators.vllm_worker.WeightLoader"
 
 def prepare_environment(config: Config) -> str | None:
     """Sets the variables that vLLM reads; before anything of vLLM or torch is imported. The start method that the user asks for."""
-    with contextlib.suppress(ImportError):
-        from setproctitle import getproctitle
-
-        # forked processes of vLLM name themselves over this one's command line, which is found by the environment as it was at the start
-        getproctitle()
+    _keep_title()
     threads = str(config.generator.threads)
     os.environ.update({"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads})
     # bound by itself, every replica of a host takes the same cores, whatever OMP_NUM_THREADS says
@@ -40,6 +37,17 @@ def prepare_environment(config: Config) -> str | None:
     # what a killed engine leaves in shared memory is cleaned up with a warning, which would hide the last line that says why
     os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     return os.environ.get(_START_METHOD)
+
+
+def _keep_title() -> None:
+    """Forked processes of vLLM name themselves over this one's command line, which setproctitle finds by the environment as it was.
+
+    Setting up, it cuts off the last letter of a command line that it leaves as it is: the interpreter's folder goes instead.
+    """
+    with contextlib.suppress(ImportError):  # vLLM does without it too
+        from setproctitle import setproctitle
+
+        setproctitle(" ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]))
 
 
 def engine_arguments(config: Config, model_dir: str) -> Any:
