@@ -71,16 +71,17 @@ def _megatron_use_sgd(engine: Any) -> None:
 
 def _megatron_weights(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     from asyncrl.learner.megatron.masters import Masters
+    from asyncrl.learner.megatron.weights import export_tensors
 
-    # as for fsdp2: masters, put where the export looks for what the model computes with
-    masters, parameters = Masters(engine.optimizer), [p for chunk in engine.chunks for p in chunk.parameters()]
-    compute, engine.dtype, kept = engine.dtype, torch.float32, [p.data for p in parameters]
-    for parameter in parameters:
-        parameter.data = masters.gather(parameter, "weight")
-    yield from engine.named_tensors()
-    engine.dtype = compute
-    for parameter, data in zip(parameters, kept, strict=True):
-        parameter.data = data
+    masters, chunks = Masters(engine.optimizer), [chunk.module for chunk in engine.chunks]
+    yield from export_tensors(
+        chunks,
+        engine.built.config,
+        engine.parallel,
+        value_head=engine.value,
+        dtype=torch.float32,
+        value=lambda parameter: masters.gather(parameter, "weight"),
+    )
 
 
 def _megatron_low_rank(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
