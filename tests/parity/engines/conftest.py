@@ -1,4 +1,4 @@
-"""One suite a session: its ranks, its plain runs, and the result of each cell, run once."""
+"""One suite for this folder: its ranks, its plain runs, and the result of each cell, run once. Its ranks end with the folder's tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engines.suite import Suite
 from engines.target import Target
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def suite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Suite]:
     with Suite(tmp_path_factory.mktemp("engines"), Target.from_environment()) as opened:
         yield opened

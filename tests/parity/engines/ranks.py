@@ -26,6 +26,7 @@ __all__ = ["RankPool", "RanksFailed"]
 START_S = 180.0
 ORDER_S = 60.0
 LEAVE_S = 10.0
+MOST_THREADS = 40  # of a rank at rest
 _MODELS = ("qwen2", "qwen3", "qwen3_moe", "llama")
 _ENGINES = ("asyncrl.learner.fsdp2", "asyncrl.learner.megatron.engine")
 _PRELOAD = [*(f"transformers.models.{model}.modeling_{model}" for model in _MODELS), "peft", *_ENGINES]
@@ -73,7 +74,10 @@ class RankPool:
         for rank, (_, connection) in enumerate(self._members[:ranks]):
             job = _Job(work=work, order=order, rank=rank, ranks=ranks, collectives=self._collectives, store=store, deadline_s=deadline_s)
             connection.send(job)
-        return self._answers(name, ranks, deadline_s)
+        answers = self._answers(name, ranks, deadline_s)
+        if self._crowded():
+            self.close()
+        return answers
 
     def close(self, *, idle: bool = True) -> None:
         """Lets idle ranks go, and kills those that do not."""
@@ -85,6 +89,10 @@ class RankPool:
             process.kill()
             process.join()
         self._members = []
+
+    def _crowded(self) -> bool:
+        """Whether threads of closed groups are left in a rank, as gloo leaves some: they spin, and take the next order's time."""
+        return any(len(os.listdir(f"/proc/{process.pid}/task")) > MOST_THREADS for process, _ in self._members)
 
     def _start(self) -> None:
         if self._members:
