@@ -19,10 +19,11 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        weight: Any = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.eps = eps
         # each tensor rank sees some positions: Megatron-core sums such gradients over them
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        weight.sequence_parallel = config.sequence_parallel
+        self.weight: nn.Parameter = weight
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of [..., H]; the same shape and precision."""

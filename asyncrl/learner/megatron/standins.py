@@ -91,12 +91,12 @@ def _no_compiler() -> Iterator[None]:
     def leave(function: Any = None, **_: Any) -> Any:
         return function if function is not None else leave
 
-    compiler: Any = torch.compile
-    torch.compile = leave  # type: ignore[assignment]
+    holder: Any = torch
+    compiler, holder.compile = holder.compile, leave
     try:
         yield
     finally:
-        torch.compile = compiler
+        holder.compile = compiler
 
 
 @contextlib.contextmanager
@@ -177,9 +177,10 @@ def _give_torch() -> None:
         nvtx=_Around(torch.cuda.nvtx, range_push=nothing, range_pop=nothing),
     )
     given = _Around(torch, cuda=cuda, **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES})
-    for name, module in list(sys.modules.items()):
+    loaded: list[tuple[str, Any]] = list(sys.modules.items())
+    for name, module in loaded:
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = given  # type: ignore[attr-defined]
+            module.torch = given
     _replace_method("type", _cuda_type)
     _replace_method("cuda", lambda _, self, *__, **___: self)
 

@@ -33,7 +33,8 @@ def tempered_logprobs(
     Args:
         hidden: [K, H]; weight: [v, H], the words from rank · v on; targets: int64 [K]; temperatures: float32 [K].
     """
-    logprobs, entropies = _Tempered.apply(hidden, weight, targets, temperatures, group, chunk_tokens)  # type: ignore[no-untyped-call]
+    function: Any = _Tempered  # torch leaves apply() without types
+    logprobs, entropies = function.apply(hidden, weight, targets, temperatures, group, chunk_tokens)
     return logprobs, entropies if entropy_gradient else entropies.detach()
 
 
