@@ -137,6 +137,15 @@ class Engine(abc.ABC):
     def load(self, folder: Path) -> None:
         """Reads what :meth:`save` wrote."""
 
+    def most_micro_batches(self, count: int) -> int:
+        """The largest count of any replica: how many each of them runs, fillers included; collective over the data-parallel ranks.
+
+        At least one, so that a step without rows still runs every collective.
+        """
+        agreed = torch.tensor([max(count, 1)], device=self.spec.device)
+        torch.distributed.all_reduce(agreed, op=torch.distributed.ReduceOp.MAX, group=self.data_parallel_group)
+        return int(agreed.item())
+
     def train_batch(
         self,
         batch: Batch,

@@ -29,7 +29,7 @@ from asyncrl.learner.fsdp2_state import EngineState, load_state, save_state
 from asyncrl.learner.hf_model import layers_of, refuse_windows, ties_of
 from asyncrl.learner.hf_names import FileNames, file_tensors
 from asyncrl.learner.meshes import meshes_of
-from asyncrl.learner.optimizer import clip_gradients, learning_rate, local, new_optimizer
+from asyncrl.learner.optimizer import clip_gradients, local, new_optimizer, set_learning_rate
 from asyncrl.learner.packed import PackedModel
 from asyncrl.learner.packing import filler, pack, scatter, widened
 from asyncrl.learner.tensor_parallel import use_tensor_parallel
@@ -143,7 +143,7 @@ class FSDP2Base(Engine):
         settings = self.spec.learner
         micros = pack(batch.rows_N, cap_tokens=settings.micro_batch_tokens, shared_prompt=settings.shared_prompt, quadratic=batch.quadratic)
         packed_tokens = sum(len(micro) for micro in micros)
-        micros += [filler()] * (self._agree_max(len(micros)) - len(micros))
+        micros += [filler()] * (self.most_micro_batches(len(micros)) - len(micros))
         micros = [widened(micro, self.meshes.replica_ranks) for micro in micros]
         out_N = tuple(np.zeros(len(row.trajectory), dtype=np.float32) for row in batch.rows_N)
         sums: torch.Tensor | None = None
@@ -197,12 +197,6 @@ class FSDP2Base(Engine):
             self.optimizer_zero_grad()
         raise StepAbandoned
 
-    def _agree_max(self, count: int) -> int:
-        # at least one, so that a step without rows still runs every collective
-        agreed = torch.tensor([max(count, 1)], device=self.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
-        return int(agreed.item())
-
     def optimizer_zero_grad(self) -> None:
         """See :class:`Engine`."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -224,13 +218,7 @@ class FSDP2Base(Engine):
     def lr_scheduler_step(self) -> float:
         """See :class:`Engine`."""
         self.optimizer_steps += 1
-        return self._set_learning_rate()
-
-    def _set_learning_rate(self) -> float:
-        rate = learning_rate(self.optimizer_steps, self.spec.learner)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+        return set_learning_rate(self.optimizer, self.optimizer_steps, self.spec.learner)
 
     @property
     def data_parallel_size(self) -> int:
@@ -282,7 +270,7 @@ class FSDP2Base(Engine):
     def load(self, folder: Path) -> None:
         """See :class:`Engine`."""
         self.optimizer_steps = load_state(self._state(), folder)
-        self._set_learning_rate()
+        set_learning_rate(self.optimizer, self.optimizer_steps, self.spec.learner)
 
     def _state(self) -> EngineState:
         return EngineState(

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from asyncrl.config import LearnerConfig
 
-__all__ = ["clip_gradients", "learning_rate", "local", "new_optimizer"]
+__all__ = ["clip_gradients", "learning_rate", "local", "new_optimizer", "set_learning_rate"]
 
 
 def new_optimizer(parameters: Iterable[torch.nn.Parameter], settings: LearnerConfig) -> torch.optim.AdamW:
@@ -46,6 +46,14 @@ def learning_rate(optimizer_steps: int, settings: LearnerConfig) -> float:
     if settings.warmup_steps == 0:
         return settings.learning_rate
     return settings.learning_rate * min(1.0, (optimizer_steps + 1) / settings.warmup_steps)
+
+
+def set_learning_rate(optimizer: Any, optimizer_steps: int, settings: LearnerConfig) -> float:
+    """Gives every parameter group the :func:`learning_rate` that follows ``optimizer_steps``, and returns it."""
+    rate = learning_rate(optimizer_steps, settings)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from asyncrl.learner.megatron.schedule import Finish, count_for_pipeline, run
 from asyncrl.learner.megatron.state import MegatronState, load_state, save_state
 from asyncrl.learner.megatron.updates import clip_and_step
 from asyncrl.learner.megatron.weights import export_tensors, ties
-from asyncrl.learner.optimizer import learning_rate
+from asyncrl.learner.optimizer import set_learning_rate
 from asyncrl.learner.packing import filler, pack, scatter
 from asyncrl.learner.router import balance_loss
 
@@ -123,7 +123,7 @@ class MegatronBase(Engine):
 
     def _run(self, micros: Sequence[MicroBatch], finish: Finish, should_stop: Callable[[], bool], *, forward_only: bool) -> None:
         layout = self.parallel.layout
-        count = count_for_pipeline(self._agree_max(len(micros)), layout.pipeline, layout.chunks)
+        count = count_for_pipeline(self.most_micro_batches(len(micros)), layout.pipeline, layout.chunks)
         even = [self.shares.even(micro).to(self.device) for micro in (*micros, *[filler()] * (count - len(micros)))]
 
         def forward(chunk: Any, micro: MicroBatch) -> torch.Tensor:
@@ -139,12 +139,6 @@ class MegatronBase(Engine):
             return torch.zeros((), device=self.device)
         slices = self.shares.slices(micro) if self.shares.both.size() > 1 else None
         return balance_loss(self.built.router.take(), self.built.config.num_experts_per_tok, micro, slices)
-
-    def _agree_max(self, count: int) -> int:
-        # at least one, so that a step without rows still runs every collective
-        agreed = torch.tensor([max(count, 1)], device=self.device)
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.data_parallel_group)
-        return int(agreed.item())
 
     def optimizer_zero_grad(self) -> None:
         """See :class:`Engine`."""
@@ -164,13 +158,7 @@ class MegatronBase(Engine):
     def lr_scheduler_step(self) -> float:
         """See :class:`Engine`."""
         self.optimizer_steps += 1
-        return self._set_learning_rate()
-
-    def _set_learning_rate(self) -> float:
-        rate = learning_rate(self.optimizer_steps, self.spec.learner)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
+        return set_learning_rate(self.optimizer, self.optimizer_steps, self.spec.learner)
 
     @property
     def data_parallel_size(self) -> int:
@@ -216,7 +204,7 @@ class MegatronBase(Engine):
     def load(self, folder: Path) -> None:
         """See :class:`Engine`."""
         self.optimizer_steps = load_state(self._state(), folder)
-        self._set_learning_rate()
+        set_learning_rate(self.optimizer, self.optimizer_steps, self.spec.learner)
 
     def _state(self) -> MegatronState:
         return MegatronState(
